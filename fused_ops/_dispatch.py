@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration of an op with the PyTorch dispatcher, and the cheapest way to call it.
+
+One :class:`Operator` is four dispatcher ops:
+
+``x_forward``      runs. No autograd is registered on it, so a call costs one dispatch.
+``x_backward``     returns the gradients that were asked for, as a list.
+``x``              the same as ``x_forward`` with ``register_autograd``: what a graph records.
+``x_composition``  the composition with a reason; the C++ host op calls it when no kernel fits.
+
+An eager call that needs gradients goes through an ``autograd.Function`` over ``x_forward``, which
+costs a fifth of registered autograd; a compiled or exported one goes through ``x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_ops import _library
+from fused_ops._precision import composition_scope
+
+NAMESPACE = "fused_ops"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+class Query(NamedTuple):
+    """What the planner is asked about one call."""
+
+    op: str
+    shapes: dict[str, list[int]]
+    dtype: torch.dtype
+    precision: str
+    device: torch.device
+
+    def plan(self, backward: bool = False) -> dict[str, Any]:
+        """The planner's answer."""
+        capability = None
+        if self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return _library.plan(self.op, self.shapes, dtype, self.precision, capability, backward)
+
+
+class Result(NamedTuple):
+    """Shape, dtype and device of a result, as found by an op's checks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A contiguous tensor of that description."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    """Passes gradients through and refuses to be differentiated.
+
+    The anchors are the tensors the gradients depend on; they tie the result into the graph even
+    when the incoming gradient itself needs none.
+    """
+
+    @staticmethod
+    def forward(op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.op}: double backward is not supported; gradients of gradients through this "
+            f"op are not available"
+        )
+
+
+class Operator:
+    """A fused op: schema, fake kernels, composition and autograd, registered once.
+
+    Parameters
+    ----------
+    name
+        Room name; also the name of the public dispatcher op.
+    arguments
+        Schema of the arguments, one string each. It ends with ``str precision`` and
+        ``ScalarType? dtype``.
+    differentiable
+        Names of the differentiable arguments, in schema order.
+    check
+        Takes the arguments, raises on bad ones, returns the :class:`Result` description.
+    shapes
+        Takes the arguments as a dict by name, returns the sizes that the planner decides by.
+    forward, backward
+        The composition. ``backward`` takes the incoming gradient first and, last, a list of
+        flags, one for each name in ``differentiable``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        differentiable: Sequence[str],
+        check: Callable[..., Result],
+        shapes: Callable[[dict[str, Any]], dict[str, list[int]]],
+        forward: Callable[..., Tensor],
+        backward: Callable[..., list[Tensor]],
+    ) -> None:
+        self.name = name
+        self.check = check
+        self._shapes = shapes
+        self._compose_forward = forward
+        self._compose_backward = backward
+        self._names = names = [argument.split()[-1] for argument in arguments]
+        self._tensors = tuple(i for i, a in enumerate(arguments) if a.startswith("Tensor"))
+        self.differentiable = tuple(names.index(d) for d in differentiable)
+        self._precision = names.index("precision")
+        schema = ", ".join(arguments)
+
+        self._register(f"{name}_forward", f"({schema}) -> Tensor", self._run, self._fake)
+        self._register(f"{name}", f"({schema}) -> Tensor", self._run_public, self._fake)
+        self._register(
+            f"{name}_backward",
+            f"(Tensor grad, {schema}, bool[] needs) -> Tensor[]",
+            self._run_backward,
+            self._fake_backward,
+        )
+        self._register(
+            f"{name}_composition",
+            f"({schema}, str reason) -> Tensor",
+            self._run_composition,
+            lambda *args: self._fake(*args[:-1]),
+        )
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{name}",
+            self._backward,
+            setup_context=lambda ctx, inputs, output: self._save(ctx, inputs),
+            lib=LIBRARY,
+        )
+        self._forward_op = getattr(torch.ops.fused_ops, f"{name}_forward").default
+        self._backward_op = getattr(torch.ops.fused_ops, f"{name}_backward").default
+        self._public_op = getattr(torch.ops.fused_ops, name).default
+        self._function = self._make_function()
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Run the op on positional arguments in schema order."""
+        if torch.compiler.is_compiling():
+            return self._public_op(*args)
+        if torch.is_grad_enabled():
+            for i in self.differentiable:
+                argument = args[i]
+                if argument is not None and argument.requires_grad:
+                    return self._function.apply(*args)
+        return self._forward_op(*args)
+
+    def query(self, args: Sequence[Any]) -> Query:
+        """The planner's question for a call with ``args``; checks them first."""
+        result = self.check(*args)
+        named = dict(zip(self._names, args, strict=True))
+        return Query(
+            self.name, self._shapes(named), result.dtype, named["precision"], result.device
+        )
+
+    # Registration -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _register(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+        LIBRARY.define(name + schema, tags=_TAGS)
+        # Serves every device type that has no kernel of its own.
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+
+    # Kernels ------------------------------------------------------------------------------------
+
+    def _run(self, *args: Any) -> Tensor:
+        result = self.check(*args)
+        self._warn(result.device, args, backward=False)
+        with composition_scope(result.device, args[self._precision]):
+            return self._compose_forward(*args)
+
+    def _run_public(self, *args: Any) -> Tensor:
+        with torch.no_grad():
+            return self._forward_op(*args)
+
+    def _run_backward(self, grad: Tensor, *args: Any) -> list[Tensor]:
+        *inputs, needs = args
+        result = self.check(*inputs)
+        if tuple(grad.shape) != tuple(result.shape):
+            raise ValueError(
+                f"{self.name}: grad must have shape {tuple(result.shape)}, got {tuple(grad.shape)}"
+            )
+        if len(needs) != len(self.differentiable):
+            raise ValueError(
+                f"{self.name}: needs must have {len(self.differentiable)} entries, "
+                f"got {len(needs)}"
+            )
+        self._warn(result.device, inputs, backward=True)
+        with composition_scope(result.device, inputs[self._precision]):
+            return self._compose_backward(grad, *inputs, list(needs))
+
+    def _run_composition(self, *args: Any) -> Tensor:
+        *inputs, reason = args
+        device = self.check(*inputs).device
+        if reason:
+            _library.warn_composition(self.name, reason)
+        with composition_scope(device, inputs[self._precision]):
+            return self._compose_forward(*inputs)
+
+    def _warn(self, device: torch.device, args: Sequence[Any], backward: bool) -> None:
+        if device.type == "cpu":
+            return
+        key = f"{self.name} backward" if backward else self.name
+        if key in _library.warned:
+            return
+        if device.type == "cuda":
+            plan = self.query(args).plan(backward)
+            if plan["path"] == "composition":
+                _library.warn_composition(key, "; ".join(plan["reasons"]))
+        else:
+            _library.warn_composition(key, f"no kernels for device type {device.type}")
+
+    # Fakes --------------------------------------------------------------------------------------
+
+    def _fake(self, *args: Any) -> Tensor:
+        return self.check(*args).empty()
+
+    def _fake_backward(self, grad: Tensor, *args: Any) -> list[Tensor]:
+        *inputs, needs = args
+        self.check(*inputs)
+        wanted = [inputs[i] for i, need in zip(self.differentiable, needs, strict=True) if need]
+        return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted]
+
+    # Autograd -----------------------------------------------------------------------------------
+
+    def _save(self, ctx: Any, inputs: Sequence[Any]) -> None:
+        ctx.save_for_backward(*(inputs[i] for i in self._tensors))
+        ctx.others = tuple(None if i in self._tensors else a for i, a in enumerate(inputs))
+
+    def _backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        args = list(ctx.others)
+        for i, tensor in zip(self._tensors, ctx.saved_tensors, strict=True):
+            args[i] = tensor
+        needs = [ctx.needs_input_grad[i] for i in self.differentiable]
+        grads = self._backward_op(grad, *args, needs)
+        if torch.is_grad_enabled():
+            anchors = [args[i] for i in self.differentiable if ctx.needs_input_grad[i]]
+            grads = _NoDoubleBackward.apply(self.name, len(grads), *grads, *anchors, grad)
+        out: list[Tensor | None] = [None] * len(args)
+        remaining = iter(grads)
+        for i, need in zip(self.differentiable, needs, strict=True):
+            if need:
+                out[i] = next(remaining)
+        return tuple(out)
+
+    def _make_function(self) -> type[torch.autograd.Function]:
+        op = self
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(*args: Any) -> Tensor:
+                return op._forward_op(*args)
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                op._save(ctx, inputs)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                return op._backward(ctx, *grads)
+
+        Function.__name__ = Function.__qualname__ = f"{self.name}_autograd"
+        return Function

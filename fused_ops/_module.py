@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drop-in modules share: cheap gathering of parameters and ``from_reference``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from fused_ops._dispatch import Query
+
+ParameterPath = tuple[str, str]
+
+
+def linear_path(name: str, bias: bool = True) -> tuple[ParameterPath, ...]:
+    """Paths of the parameters of the linear or LayerNorm ``name``."""
+    return ((name, "weight"), (name, "bias")) if bias else ((name, "weight"),)
+
+
+def gather(module: nn.Module, paths: Sequence[ParameterPath]) -> list[Tensor | None]:
+    """Parameters of submodules, in order.
+
+    Reading ``_modules`` and ``_parameters`` directly costs a fraction of attribute access and
+    cannot go stale. Parametrized submodules, whose weights are computed, take the slow way.
+    """
+    children = module._modules
+    try:
+        return [children[name]._parameters[key] for name, key in paths]  # type: ignore[union-attr]
+    except (KeyError, AttributeError):
+        return [_attribute(module, name, key) for name, key in paths]
+
+
+def _attribute(module: nn.Module, name: str, key: str) -> Tensor | None:
+    child = getattr(module, name)
+    if not isinstance(child, (nn.Linear, nn.LayerNorm)):
+        raise TypeError(
+            f"{type(module).__name__}: {name} must be an nn.Linear or nn.LayerNorm, whose "
+            f"parameters the fused op reads without calling it, got {type(child).__name__}"
+        )
+    return cast("Tensor | None", getattr(child, key))
+
+
+class FusedModule(nn.Module):
+    """Base of the drop-in modules; each also derives from its eager reference module.
+
+    The submodules hold parameters only: the fused op reads the parameters and never calls the
+    submodules, so forward hooks on them do not fire.
+    """
+
+    precision: str | None
+
+    _optional_biases: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def _arguments_of(cls, module: nn.Module) -> dict[str, Any]:
+        """Constructor arguments that describe ``module``."""
+        raise NotImplementedError
+
+    def _query(self, *inputs: Any) -> Query:
+        """The planner's question for a call with ``inputs``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_reference(cls, module: nn.Module, *, precision: str | None = None) -> Self:
+        """Build the fused module around the parameters of a reference module.
+
+        Parameters
+        ----------
+        module
+            The eager reference module of the same name, or any module with the same parameter
+            names and shapes.
+        precision
+            As in the constructor.
+
+        Returns
+        -------
+        The fused module. It shares the ``nn.Parameter`` objects of ``module`` (nothing is
+        copied), and takes over its training mode.
+
+        Raises
+        ------
+        TypeError
+            If ``module`` lacks a parameter that the op needs.
+        RuntimeError
+            If the state dicts do not match.
+        """
+        try:
+            arguments = cls._arguments_of(module)
+        except AttributeError as error:
+            raise TypeError(
+                f"{cls.__name__}.from_reference: module must have the parameters of "
+                f"{cls.__name__}, got {type(module).__name__} ({error})"
+            ) from error
+        with torch.device("meta"):
+            fused = cls(**arguments, precision=precision)
+        for name in cls._optional_biases:
+            if getattr(module, name).bias is None:
+                getattr(fused, name).register_parameter("bias", None)
+        for name, child in module.named_children():
+            if isinstance(child, nn.LayerNorm):
+                getattr(fused, name).eps = child.eps
+        fused.load_state_dict(module.state_dict(keep_vars=True), assign=True)
+        return fused.train(module.training)
+
+    def extra_repr(self) -> str:
+        return "" if self.precision is None else f"precision={self.precision!r}"

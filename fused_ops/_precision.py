@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call finds its arithmetic: the fp32 precision setting and autocast.
+
+Both are read here and passed to the op as arguments, so that a backward uses what its forward
+used and a compiled graph does not depend on hidden state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+PRECISIONS = ("ieee", "tf32")
+
+
+@torch.compiler.assume_constant_result
+def _global_fp32_precision() -> str:
+    # Only fp32_precision may be read: reading allow_tf32 raises once the newer setting was used.
+    # The setting "none" means the default, IEEE.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def resolve_precision(op: str, precision: str | None) -> str:
+    """``precision``, or what ``torch.backends.cuda.matmul.fp32_precision`` says when None."""
+    if precision is None:
+        return _global_fp32_precision()
+    if precision not in PRECISIONS:
+        raise ValueError(f"{op}: precision must be None, 'ieee' or 'tf32', got {precision!r}")
+    return precision
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks products on ``tensor`` to run in; None outside autocast.
+
+    As for ``nn.Linear``, float64 tensors are left alone.
+    """
+    device_type = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+@contextlib.contextmanager
+def composition_scope(device: torch.device, precision: str) -> Iterator[None]:
+    """Run a composition: no autograd, no autocast, fp32 products as ``precision`` says."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            setting = torch.backends.cuda.matmul
+            previous = setting.fp32_precision
+            if previous != precision:
+                setting.fp32_precision = precision
+                stack.callback(setattr, setting, "fp32_precision", previous)
+        yield

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant point attention in stock PyTorch, block by block over the query rows.
+
+Distances come from one float64 product per head of augmented coordinates,
+
+    w * (q . k - |q|^2 / 2 - |k|^2 / 2) = (w * [q, -|q|^2 / 2, 1]) . [k, 1, -|k|^2 / 2],
+
+so the (N, N, H, P, 3) tensor of differences never exists, and float64 keeps the expansion exact
+enough for coordinates far from the origin (docs/ops/invariant_point_attention.md).
+
+Shapes: L is the product of the leading axes, r the rows of a block, d the channels of a head,
+D = 3 Pq + 2, E = 3 Pv + 1, T = H (2 Pq + Pv). "e" is the elementwise dtype, "g" that of geometry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fused_ops import _compose
+
+
+class _Block:
+    """Some query rows of some batch elements: all rows, or a part of them of one element."""
+
+    def __init__(
+        self, batch: slice, rows: slice, heads: int, outer: tuple[int, ...], pair: slice
+    ) -> None:
+        self.batch = batch
+        """Of the flattened leading axes."""
+        self.heads = slice(batch.start * heads, batch.stop * heads)
+        """The same in (batch, head) flattened."""
+        self.rows = rows
+        self.pair: tuple[int | slice, ...] = (*outer, pair, rows)
+        """Index into the pair tensor as :class:`_Walk` views it."""
+
+
+class _Walk:
+    """The order in which blocks are visited, and the pair tensor seen in that order."""
+
+    def __init__(self, pair: Tensor, lead: tuple[int, ...], heads: int) -> None:
+        pair = pair[(None,) * (len(lead) + 3 - pair.dim())]
+        self._heads = heads
+        self._length = pair.shape[-2]
+        # As many trailing lead axes as possible become one batch axis, over which the pair
+        # tensor is either full or broadcast; the others are looped over.
+        for split in range(len(lead) + 1):
+            self._batch = math.prod(lead[split:])
+            size = math.prod(pair.shape[split : len(lead)])
+            if size not in (1, self._batch):
+                continue
+            shape = (*pair.shape[:split], size, *pair.shape[-3:])
+            try:
+                self.pair = pair.view(shape)
+            except RuntimeError:  # not expressible with one stride, and never to be copied
+                continue
+            self._outer = lead[:split]
+            break
+        self.accumulates = self.pair.shape[:-3] != (*self._outer, self._batch)
+        """Whether several batch elements share a block of the pair tensor."""
+
+    def __iter__(self) -> Iterator[_Block]:
+        n, device = self._length, self.pair.device
+        rows = min(n, _compose.block_length(device, self._heads * n))
+        together = 1
+        if rows == n:
+            together = _compose.block_length(device, self._heads * n * n)
+        shared = self.pair.shape[-4] == 1
+        for position, index in enumerate(_compose.lead_indices(self._outer)):
+            outer = _compose.broadcast_index(index, tuple(self.pair.shape[:-4]))
+            for batch in _compose.blocks(self._batch, together):
+                start = position * self._batch
+                flat = slice(start + batch.start, start + batch.stop)
+                for part in _compose.blocks(n, rows):
+                    yield _Block(flat, part, self._heads, outer, slice(0, 1) if shared else batch)
+
+
+class _Attention:
+    """Everything before the attention itself, and the attention weights of a block."""
+
+    def __init__(
+        self,
+        node: Tensor,
+        pair: Tensor,
+        translations: Tensor,
+        rotations: Tensor,
+        node_mask: Tensor | None,
+        layer_norm_weight: Tensor,
+        layer_norm_bias: Tensor,
+        q_proj_weight: Tensor,
+        k_proj_weight: Tensor,
+        v_proj_weight: Tensor,
+        q_pts_weight: Tensor,
+        k_pts_weight: Tensor,
+        v_pts_weight: Tensor,
+        pair_bias_weight: Tensor,
+        head_weights: Tensor,
+        num_heads: int,
+        num_query_points: int,
+        num_value_points: int,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.math = _compose.arithmetic(node.device, dtype)
+        g = self.geometry = _compose.geometry_dtype(node.device)
+        lead = tuple(node.shape[:-2])
+        self.batch = math.prod(lead)
+        self.length, self.channels = node.shape[-2:]
+        self.width = v_proj_weight.shape[0]
+        self.heads = num_heads
+        self.query_points = num_query_points
+        self.value_points = num_value_points
+        self.walk = _Walk(pair, lead, num_heads)
+        self.pair_bias_weight = pair_bias_weight.to(self.math.matmul)
+        positions = self.batch * self.length
+
+        # (L N, c)
+        self.node = node.reshape(positions, self.channels)
+        self.x, self.mean, self.rstd = _compose.layer_norm(
+            self.node, layer_norm_weight, layer_norm_bias, eps, self.math
+        )
+        # (L H, N, d)
+        self.q = self.by_head(_compose.linear(self.x, q_proj_weight, None, self.math))
+        self.k = self.by_head(_compose.linear(self.x, k_proj_weight, None, self.math))
+        self.v = self.by_head(_compose.linear(self.x, v_proj_weight, None, self.math))
+        self.scale = 1.0 / math.sqrt(q_proj_weight.shape[0] // num_heads)
+
+        # (L N, 1, 3), (L N, 3, 3), (L N, T, 3)
+        n = self.length
+        self.translations = translations.to(g).expand(*lead, n, 3).reshape(positions, 1, 3)
+        self.rotations = rotations.to(g).expand(*lead, n, 3, 3).reshape(positions, 3, 3)
+        local = [
+            _compose.linear(self.x, weight, None, self.math)
+            for weight in (q_pts_weight, k_pts_weight, v_pts_weight)
+        ]
+        self.local_points = torch.cat(local, dim=-1).to(g).view(positions, -1, 3)
+        moved = torch.baddbmm(self.translations, self.local_points, self.rotations)
+        qk, v = moved.split([2 * num_heads * num_query_points, num_heads * num_value_points], 1)
+        qk = qk.view(positions, 2, num_heads, -1)
+        q, k = qk.unbind(1)
+        q_square, k_square = qk.square().sum(dim=-1, keepdim=True).mul_(-0.5).unbind(1)
+        one = q.new_ones(()).expand_as(q_square)
+        v = v.view(positions, num_heads, -1)
+        columns = torch.cat([q, q_square, one, k, one, k_square, v, one], dim=-1)
+        features = self.by_head(columns).contiguous()
+        width = 3 * num_query_points + 2
+        self.q_features = features[..., :width]  # (L H, N, D) g
+        self.k_features = features[..., width : 2 * width]
+        self.v_features = features[..., 2 * width :]  # (L H, N, E) g
+        self.point_weights = functional.softplus(head_weights.to(g)).view(num_heads, 1, 1)
+        self.weighted_q_features = (
+            self.q_features.unflatten(0, (self.batch, num_heads)) * self.point_weights
+        ).flatten(0, 1)
+
+        self.absent: Tensor | None = None
+        self.dead: Tensor | None = None
+        if node_mask is not None:
+            present = (node_mask != 0).expand(*lead, n).reshape(self.batch, n)
+            dead = ~present.any(dim=-1, keepdim=True)
+            # A batch element without keys is computed as if it had all of them, and what it
+            # gathers is then zeroed: finite numbers throughout, and no case by case.
+            self.absent = ~(present | dead).view(self.batch, 1, 1, n)
+            self.dead = dead.view(self.batch, 1, 1)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(L N, H times something) -> (L H, N, something); a view if L is 1."""
+        x = x.reshape(self.batch, self.length, self.heads, -1)
+        return x.transpose(1, 2).reshape(self.batch * self.heads, self.length, -1)
+
+    def by_position(self, x: Tensor) -> Tensor:
+        """(L H, N, something) -> (L N, H times something)."""
+        x = x.view(self.batch, self.heads, self.length, -1).transpose(1, 2)
+        return x.reshape(self.batch * self.length, -1)
+
+    def pair_rows(self, block: _Block) -> Tensor:
+        """The pair block as (batch r, N, cz) in the matmul dtype; only the block is copied."""
+        pair = self.walk.pair[block.pair].to(self.math.matmul)
+        return pair.reshape(-1, *pair.shape[-2:]).contiguous()
+
+    def weights(self, block: _Block, pair: Tensor) -> Tensor:
+        """Attention weights (batch H, r, N) in the elementwise dtype."""
+        n = self.length
+        heads, rows = block.heads, block.rows
+        scores = torch.bmm(
+            self.weighted_q_features[heads, rows], self.k_features[heads].transpose(1, 2)
+        ).to(self.math.elementwise)
+        by_batch = scores.view(-1, self.heads, rows.stop - rows.start, n)
+        # Row by row, so that the product's result has the keys innermost as the scores do.
+        weight = self.pair_bias_weight.expand(pair.shape[0], -1, -1)
+        bias = torch.bmm(weight, pair.transpose(1, 2))  # (batch r, H, N)
+        by_batch.add_(bias.view(-1, by_batch.shape[2], self.heads, n).transpose(1, 2))
+        scores.baddbmm_(self.q[heads, rows], self.k[heads].transpose(1, 2), alpha=self.scale)
+        if self.absent is not None:
+            by_batch.masked_fill_(self.absent[block.batch], float("-inf"))
+        return torch.softmax(scores, dim=-1)
+
+
+class _Gathered:
+    """What the queries gather: (L, N, c + 3 H Pv), the input of the output projection."""
+
+    def __init__(self, attention: _Attention) -> None:
+        a = self._attention = attention
+        width = a.width + 3 * a.heads * a.value_points
+        self.features = a.x.new_empty(a.batch, a.length, width)
+        self._points = a.v_features.new_empty(a.batch, a.length, a.heads, 3 * a.value_points + 1)
+
+    def add(self, block: _Block, weights: Tensor, wide: Tensor) -> None:
+        """Gather with the ``weights`` of a block; ``wide`` is the same in geometry's dtype."""
+        a, rows = self._attention, block.rows
+        shape = (-1, a.heads, rows.stop - rows.start)
+        scalars = torch.bmm(weights, a.v[block.heads])
+        self.features[block.batch, rows, : a.width].unflatten(-1, (a.heads, -1)).copy_(
+            scalars.view(*shape, scalars.shape[-1]).transpose(1, 2)
+        )
+        points = torch.bmm(wide, a.v_features[block.heads])
+        self._points[block.batch, rows] = points.view(*shape, points.shape[-1]).transpose(1, 2)
+
+    def finish(self) -> Tensor:
+        """Bring the points to local frames; returns the centred global ones (L N, H Pv, 3)."""
+        a = self._attention
+        points = self._points[..., :-1].unflatten(-1, (a.value_points, 3))
+        total = self._points[..., -1:].unsqueeze(-1)
+        shift = a.translations.view(a.batch, a.length, 1, 1, 3)
+        # The sum of the weights is 1 but for rounding; times the coordinates it would not be.
+        centred = torch.addcmul(points, total, shift, value=-1)
+        centred = centred.view(a.batch * a.length, -1, 3)
+        local = torch.bmm(centred, a.rotations.transpose(1, 2))
+        self.features[..., a.width :] = local.view(a.batch, a.length, -1)
+        if a.dead is not None:
+            self.features.masked_fill_(a.dead, 0.0)
+        return centred
+
+
+def forward(
+    node: Tensor,
+    pair: Tensor,
+    translations: Tensor,
+    rotations: Tensor,
+    node_mask: Tensor | None,
+    layer_norm_weight: Tensor,
+    layer_norm_bias: Tensor,
+    q_proj_weight: Tensor,
+    k_proj_weight: Tensor,
+    v_proj_weight: Tensor,
+    q_pts_weight: Tensor,
+    k_pts_weight: Tensor,
+    v_pts_weight: Tensor,
+    pair_bias_weight: Tensor,
+    head_weights: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    num_heads: int,
+    num_query_points: int,
+    num_value_points: int,
+    eps: float,
+    precision: str,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """``node`` (*lead, N, c), ``pair`` (*lead, N, N, cz), ``translations`` (*lead, N, 3),
+    ``rotations`` (*lead, N, 3, 3), ``node_mask`` (*lead, N) -> (*lead, N, c)."""
+    dtype = dtype or node.dtype
+    if node.numel() == 0:
+        return node.new_empty(node.shape, dtype=dtype)
+    a = _Attention(
+        node,
+        pair,
+        translations,
+        rotations,
+        node_mask,
+        layer_norm_weight,
+        layer_norm_bias,
+        q_proj_weight,
+        k_proj_weight,
+        v_proj_weight,
+        q_pts_weight,
+        k_pts_weight,
+        v_pts_weight,
+        pair_bias_weight,
+        head_weights,
+        num_heads,
+        num_query_points,
+        num_value_points,
+        eps,
+        dtype,
+    )
+    gathered = _Gathered(a)
+    for block in a.walk:
+        weights = a.weights(block, a.pair_rows(block))
+        gathered.add(block, weights, weights.to(a.geometry))
+    gathered.finish()
+    out = _compose.linear(gathered.features, out_proj_weight, out_proj_bias, a.math)
+    return out.to(dtype).view(node.shape)
+
+
+def backward(
+    grad: Tensor,
+    node: Tensor,
+    pair: Tensor,
+    translations: Tensor,
+    rotations: Tensor,
+    node_mask: Tensor | None,
+    layer_norm_weight: Tensor,
+    layer_norm_bias: Tensor,
+    q_proj_weight: Tensor,
+    k_proj_weight: Tensor,
+    v_proj_weight: Tensor,
+    q_pts_weight: Tensor,
+    k_pts_weight: Tensor,
+    v_pts_weight: Tensor,
+    pair_bias_weight: Tensor,
+    head_weights: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    num_heads: int,
+    num_query_points: int,
+    num_value_points: int,
+    eps: float,
+    precision: str,
+    dtype: torch.dtype | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """The wanted gradients of :func:`forward`, in the order of its differentiable arguments."""
+    dtype = dtype or node.dtype
+    math_ = _compose.arithmetic(node.device, dtype)
+    e = math_.elementwise
+    gradients = _compose.Gradients(
+        {
+            "node": node,
+            "pair": pair,
+            "translations": translations,
+            "rotations": rotations,
+            "layer_norm_weight": layer_norm_weight,
+            "layer_norm_bias": layer_norm_bias,
+            "q_proj_weight": q_proj_weight,
+            "k_proj_weight": k_proj_weight,
+            "v_proj_weight": v_proj_weight,
+            "q_pts_weight": q_pts_weight,
+            "k_pts_weight": k_pts_weight,
+            "v_pts_weight": v_pts_weight,
+            "pair_bias_weight": pair_bias_weight,
+            "head_weights": head_weights,
+            "out_proj_weight": out_proj_weight,
+            "out_proj_bias": out_proj_bias,
+        },
+        needs,
+        e,
+    )
+    if node.numel() == 0:
+        return gradients.result()
+    a = _Attention(
+        node,
+        pair,
+        translations,
+        rotations,
+        node_mask,
+        layer_norm_weight,
+        layer_norm_bias,
+        q_proj_weight,
+        k_proj_weight,
+        v_proj_weight,
+        q_pts_weight,
+        k_pts_weight,
+        v_pts_weight,
+        pair_bias_weight,
+        head_weights,
+        num_heads,
+        num_query_points,
+        num_value_points,
+        eps,
+        dtype,
+    )
+    g = a.geometry
+    lead = tuple(node.shape[:-2])
+    positions = a.batch * a.length
+
+    # What is asked for decides what is computed.
+    through_input = gradients.needs("node", "layer_norm_weight", "layer_norm_bias")
+    through_frames = gradients.needs("translations", "rotations")
+    need_output = gradients.needs("out_proj_weight", "rotations")
+    need_scalar_logits = through_input or gradients.needs("q_proj_weight", "k_proj_weight")
+    need_point_logits = (
+        through_input
+        or through_frames
+        or gradients.needs("q_pts_weight", "k_pts_weight", "head_weights")
+    )
+    need_bias = gradients.needs("pair", "pair_bias_weight")
+    need_logits = need_scalar_logits or need_point_logits or need_bias
+    need_scalar_values = through_input or gradients.needs("v_proj_weight")
+    need_point_values = through_input or through_frames or gradients.needs("v_pts_weight")
+
+    # Through the output projection and back to global coordinates.
+    grad = grad.reshape(positions, a.channels)
+    if gradients.needs("out_proj_bias"):
+        gradients.add("out_proj_bias", grad.to(e).sum(dim=0))
+    d_features = _compose.matmul(grad, out_proj_weight, math_)  # (L N, c + 3 H Pv)
+    if a.dead is not None:
+        d_features = d_features.view(a.batch, a.length, -1).masked_fill(a.dead, 0.0)
+        d_features = d_features.view(positions, -1)
+    d_scalars = a.by_head(d_features[:, : a.width])  # (L H, N, d)
+    d_local = d_features[:, a.width :].to(g).reshape(positions, -1, 3)  # (L N, H Pv, 3)
+    d_global = torch.bmm(d_local, a.rotations)
+    d_points = a.by_head(d_global)  # (L H, N, 3 Pv)
+    # The last column subtracts the query's translation from the values, so that the gradient
+    # of the weights does not carry a large constant per row into the rounding.
+    shift = (d_global * a.translations).view(positions, a.heads, -1).sum(dim=-1).neg_()
+    d_point_features = torch.cat([d_points, a.by_head(shift)], dim=-1)  # (L H, N, E)
+
+    d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (a.q, a.k, a.v))
+    d_v_points = d_points.new_zeros(d_points.shape)
+    # Sums over keys of dS [k, 1, -|k|^2 / 2] and over queries of dS w [q, -|q|^2 / 2, 1].
+    q_moments = a.q_features.new_zeros(a.q_features.shape)
+    k_moments = a.k_features.new_zeros(a.k_features.shape)
+    d_pair = None
+    if gradients.needs("pair"):
+        d_pair = gradients.buffer("pair", e if a.walk.accumulates else pair.dtype)
+        d_pair = d_pair.view(a.walk.pair.shape)
+    gathered = _Gathered(a)
+
+    for block in a.walk:
+        heads, rows = block.heads, block.rows
+        pair_rows = a.pair_rows(block)
+        weights = a.weights(block, pair_rows)
+        wide = weights.to(g)
+        if need_output:
+            gathered.add(block, weights, wide)
+        if need_scalar_values:
+            d_v[heads].baddbmm_(weights.transpose(1, 2), d_scalars[heads, rows])
+        if need_point_values:
+            d_v_points[heads].baddbmm_(wide.transpose(1, 2), d_points[heads, rows])
+        if not need_logits:
+            continue
+        d_weights = torch.bmm(
+            d_point_features[heads, rows], a.v_features[heads].transpose(1, 2)
+        ).to(e)
+        d_weights.baddbmm_(d_scalars[heads, rows], a.v[heads].transpose(1, 2))
+        d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, e)
+        if need_scalar_logits:
+            d_q[heads, rows] = torch.bmm(d_logits, a.k[heads]).mul_(a.scale)
+            d_k[heads].baddbmm_(d_logits.transpose(1, 2), a.q[heads, rows], alpha=a.scale)
+        if need_point_logits:
+            wide = d_logits.to(g)
+            q_moments[heads, rows] = torch.bmm(wide, a.k_features[heads])
+            k_moments[heads].baddbmm_(wide.transpose(1, 2), a.weighted_q_features[heads, rows])
+        if need_bias:
+            d_bias = d_logits.view(-1, a.heads, rows.stop - rows.start, a.length)
+            if pair_rows.shape[0] != d_bias.shape[0] * d_bias.shape[2]:
+                d_bias = d_bias.sum(dim=0, keepdim=True)  # one pair block for several elements
+            # (batch r, H, N)
+            d_bias = d_bias.transpose(1, 2).reshape(-1, a.heads, a.length).to(math_.matmul)
+            if gradients.needs("pair_bias_weight"):
+                gradients.add("pair_bias_weight", torch.bmm(d_bias, pair_rows).sum(dim=0))
+            if d_pair is not None:
+                weight = a.pair_bias_weight.expand(d_bias.shape[0], -1, -1)
+                target = d_pair[block.pair]
+                value = torch.bmm(d_bias.transpose(1, 2), weight).view(target.shape)
+                if a.walk.accumulates:
+                    target += value
+                else:
+                    target.copy_(value)
+
+    # Points: from moments to coordinates, then to the local frames and to the frames themselves.
+    columns = 3 * a.query_points
+    d_frame_points = None
+    if need_point_logits or need_point_values:
+        weights4 = a.point_weights
+        q_points, k_points = a.q_features[..., :columns], a.k_features[..., :columns]
+        total = q_moments[..., columns : columns + 1]
+        d_q_points = q_moments[..., :columns] - q_points * total
+        d_q_points = (d_q_points.view(a.batch, a.heads, a.length, -1) * weights4).flatten(0, 1)
+        d_k_points = k_moments[..., :columns] - k_points * k_moments[..., columns + 1 :]
+        d_frame_points = torch.cat(
+            [a.by_position(t) for t in (d_q_points, d_k_points, d_v_points)], dim=-1
+        ).view(positions, -1, 3)
+    if gradients.needs("head_weights"):
+        by_head = (a.q_features * q_moments).unflatten(0, (a.batch, a.heads)).sum(dim=(0, 2, 3))
+        gradients.add("head_weights", by_head * torch.sigmoid(head_weights.to(g)))
+
+    centred = None
+    if need_output:
+        centred = gathered.finish()
+        if gradients.needs("out_proj_weight"):
+            features = gathered.features.view(positions, -1)
+            gradients.add("out_proj_weight", _compose.matmul(grad.t(), features, math_))
+    if gradients.needs("translations"):
+        assert d_frame_points is not None
+        d_translations = d_frame_points.sum(dim=1) - d_global.sum(dim=1)
+        d_translations = d_translations.view(*lead, a.length, 3)
+        gradients.add("translations", d_translations.sum_to_size(translations.shape))
+    if gradients.needs("rotations"):
+        assert d_frame_points is not None
+        assert centred is not None
+        d_rotations = torch.bmm(a.local_points.transpose(1, 2), d_frame_points)
+        d_rotations.baddbmm_(d_local.transpose(1, 2), centred)
+        d_rotations = d_rotations.view(*lead, a.length, 3, 3)
+        gradients.add("rotations", d_rotations.sum_to_size(rotations.shape))
+
+    # The six input projections.
+    d_x = torch.zeros_like(a.x) if through_input else None
+    d_outputs = []
+    if need_scalar_logits or need_scalar_values:
+        for name, weight, value in (
+            ("q_proj_weight", q_proj_weight, d_q),
+            ("k_proj_weight", k_proj_weight, d_k),
+            ("v_proj_weight", v_proj_weight, d_v),
+        ):
+            d_outputs.append((name, weight, a.by_position(value)))
+    if d_frame_points is not None:
+        d_local_points = torch.bmm(d_frame_points, a.rotations.transpose(1, 2))
+        d_local_points = d_local_points.to(e).view(positions, -1)
+        sizes = [weight.shape[0] for weight in (q_pts_weight, k_pts_weight, v_pts_weight)]
+        q_part, k_part, v_part = d_local_points.split(sizes, dim=-1)
+        d_outputs.append(("q_pts_weight", q_pts_weight, q_part))
+        d_outputs.append(("k_pts_weight", k_pts_weight, k_part))
+        d_outputs.append(("v_pts_weight", v_pts_weight, v_part))
+    for name, weight, value in d_outputs:
+        if d_x is not None:
+            d_x += _compose.matmul(value, weight, math_)
+        if gradients.needs(name):
+            gradients.add(name, _compose.matmul(value.t(), a.x, math_))
+
+    if d_x is not None:
+        d_node, d_weight, d_bias = _compose.layer_norm_backward(
+            d_x, a.node, a.mean, a.rstd, layer_norm_weight, layer_norm_bias, math_
+        )
+        gradients.add("node", d_node.view(node.shape))
+        gradients.add("layer_norm_weight", d_weight)
+        gradients.add("layer_norm_bias", d_bias)
+    return gradients.result()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch composition of the op: library matrix products without copies of expanded operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_ops._compose import (
+    Arithmetic,
+    Gradients,
+    Rows,
+    arithmetic,
+    block_length,
+    blocks,
+    matmul,
+)
+
+DIFFERENTIABLE = ("a", "b")
+
+
+def forward(a: Tensor, b: Tensor, precision: str, dtype: torch.dtype | None) -> Tensor:
+    """Result (*lead, K) for ``a`` (*lead, L) and ``b`` (L, K)."""
+    out = torch.empty((*a.shape[:-1], b.shape[1]), dtype=dtype or a.dtype, device=a.device)
+    _multiply(a, b, out, arithmetic(a.device, out.dtype))
+    return out
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, math_: Arithmetic) -> None:
+    """``out = a @ b``."""
+    if out.numel() == 0:
+        return
+    if a.dim() == 1:
+        return _multiply(a.unsqueeze(0), b, out.unsqueeze(0), math_)
+    # A batch axis of stride 0 repeats one slice: multiply once, copy the result.
+    for axis in range(a.dim() - 1):
+        if a.stride(axis) == 0 and a.shape[axis] > 1:
+            first = out.narrow(axis, 0, 1)
+            _multiply(a.narrow(axis, 0, 1), b, first, math_)
+            out.narrow(axis, 1, a.shape[axis] - 1).copy_(first)
+            return
+    direct = a.dtype == b.dtype == out.dtype == math_.matmul
+    rows = Rows(a, 1)
+    flat_out = _flat(out)
+    if direct and rows.viewable and flat_out is not None:
+        torch.mm(rows[slice(0, rows.length)], b, out=flat_out)
+        return
+    if flat_out is not None:
+        width = max(a.shape[-1], out.shape[-1])
+        for block in blocks(rows.length, block_length(a.device, width)):
+            flat_out[block] = matmul(rows[block], b, math_)
+        return
+    for one_a, one_out in zip(a, out, strict=True):
+        _multiply(one_a, b, one_out, math_)
+
+
+def _flat(out: Tensor) -> Tensor | None:
+    """``out`` as (rows, K) if its strides allow that."""
+    try:
+        return out.view(-1, out.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def backward(
+    grad: Tensor,
+    a: Tensor,
+    b: Tensor,
+    precision: str,
+    dtype: torch.dtype | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Gradients of the wanted operands: ``grad @ b^T`` and ``a^T @ grad``."""
+    math_ = arithmetic(a.device, dtype or a.dtype)
+    sums = Gradients({"a": a, "b": b}, needs, math_.elementwise)
+    out = []
+    if needs[0]:
+        d_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        _multiply(grad, b.t(), d_a, math_)
+        out.append(d_a)
+    if needs[1]:
+        if a.numel() and grad.numel():
+            a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
+            length = a_rows.length
+            whole = a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul
+            if not whole:
+                length = block_length(a.device, max(a.shape[-1], grad.shape[-1]))
+            for block in blocks(a_rows.length, length):
+                sums.add("b", matmul(a_rows[block].t(), grad_rows[block], math_))
+        out.append(sums.one("b"))
+    return out
