@@ -24,6 +24,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -48,6 +49,10 @@ KERNEL_SOURCES = sources("csrc/*/*.cu")
 
 def fail(text: str) -> None:
     sys.exit(f"fused-ops: {text}")
+
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # it could not read pyproject.toml
+    fail(f"setuptools>=77 is needed, got {setuptools.__version__}: pip install -U setuptools")
 
 
 class Nvcc:
@@ -236,7 +241,7 @@ class Build:
         text = "".join(f"== {log.name}\n{log.read_text()}" for log in logs)
         (ROOT / BUILD / "ptxas.log").write_text(text)
         if spills := re.findall(r"ptxas warning : Registers are spilled", text):
-            print(f"fused-ops: warning: {len(spills)} kernels spill registers: {BUILD}/ptxas.log")
+            print(f"fused-ops: {len(spills)} of the kernels spill registers, see {BUILD}/ptxas.log")
 
 
 class BuildExt(build_ext):

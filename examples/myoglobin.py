@@ -87,9 +87,7 @@ class Block(nn.Module):
         pair = pair + self.triangle_outgoing(pair, pair_mask)
         pair = pair + self.triangle_incoming(pair, pair_mask)
         node = self.node(msa[:, 0])
-        node = node + self.ipa(
-            node, pair, translations / ANGSTROM_PER_UNIT, rotations, node_mask
-        )
+        node = node + self.ipa(node, pair, translations / ANGSTROM_PER_UNIT, rotations, node_mask)
         return msa, pair, node
 
 
@@ -253,9 +251,7 @@ def make_picture(
     output, misses what the module itself returns."""
     msa, pair, mask = trajectory["msa_attention"]
     query_row = (msa[:, :1], pair, mask[:, :1])
-    msa_weights, msa_output = myoglobin_attention.msa_row_attention(
-        block.msa_attention, *query_row
-    )
+    msa_weights, msa_output = myoglobin_attention.msa_row_attention(block.msa_attention, *query_row)
     ipa_weights, ipa_output = myoglobin_attention.invariant_point_attention(
         block.ipa, *trajectory["ipa"]
     )
@@ -287,7 +283,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", type=torch.device, default=torch.device(default_device), help="cpu or cuda")
     add("--output", type=Path, default=Path("myoglobin.png"), help="the picture")
     add("--rows", type=int, default=64, help="rows of the alignment, the query among them")
-    add("--seconds", type=float, default=1.0, help="for timing one module both ways (at least one call)")
+    add("--seconds", type=float, default=0.5, help="of timing per module, at least one call")
     add("--seed", type=int, default=102, help="of weights, projections and the rotation")
     add("--msa-dim", type=int, default=256, help="channels of the MSA")
     add("--msa-heads", type=int, default=8, help="heads of the row attention")
@@ -307,10 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no edge to wrap at
+    threads = torch.get_num_threads()
     machine = (
         torch.cuda.get_device_name(args.device)
         if args.device.type == "cuda"
-        else f"{args.device.type.upper()}, {torch.get_num_threads()} threads"
+        else f"CPU, {threads} thread{'s'[: threads > 1]}"
     )
     console.print(
         f"[bold]fused_ops {fused_ops.__version__}[/], torch {torch.__version__}, {machine}"
@@ -351,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, label in (*LABELS.items(), ("", BLOCK)):
                 progress.update(task, description=f"{short}: {label}")
                 stage = cast(trajectory[name] if name else arguments, dtype)
-                modules = [block.get_submodule(name) for block in (fused, eager, oracle)]
+                modules: list[Any] = [block.get_submodule(name) for block in (fused, eager, oracle)]
                 exact = modules[2](*cast(stage, torch.float64))
                 kernel = ""
                 if name:

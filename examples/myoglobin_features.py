@@ -60,32 +60,33 @@ def read_protein(path: Path, chain_name: str = "A") -> Protein:
 
     backbone = torch.zeros(length, 3, 3, dtype=torch.float64)
     observed = torch.zeros(length, dtype=torch.bool)
-    index_of: dict[int, int] = {}
+    index_of: dict[str, int] = {}  # by the authors' number and insertion code
+    known: list[tuple[int, int]] = []
     for residue in polymer.first_conformer():
-        index = residue.label_seq - 1
+        index = (residue.label_seq or 0) - 1
         if not 0 <= index < length or names[index] != residue.name:
             expected = names[index] if 0 <= index < length else "no residue"
             raise ValueError(
                 f"{path.name}: {residue} stands at label_seq_id {residue.label_seq}, where the "
                 f"sequence has {expected}"
             )
-        index_of[residue.seqid.num] = index
+        index_of[str(residue.seqid)] = index
+        known.append((index, residue.seqid.num or 0))
         atoms = [residue.find_atom(name, "*") for name in ("N", "CA", "C")]
         if all(atom is not None for atom in atoms):
             backbone[index] = torch.tensor([atom.pos.tolist() for atom in atoms])
             observed[index] = True
-    if not index_of:
+    if not known:
         raise ValueError(f"{path.name}: chain {chain_name} has no residues")
 
     # Unresolved residues have no author's number here; they continue their neighbours' count.
-    known = sorted((index, number) for number, index in index_of.items())
     numbers = np.empty(length, dtype=int)
     for index in range(length):
         nearest, number = min(known, key=lambda item: abs(item[0] - index))
         numbers[index] = number + index - nearest
 
     helices = [
-        (index_of[helix.start.res_id.seqid.num], index_of[helix.end.res_id.seqid.num])
+        (index_of[str(helix.start.res_id.seqid)], index_of[str(helix.end.res_id.seqid)])
         for helix in structure.helices
         if helix.start.chain_name == chain_name
     ]

@@ -7,6 +7,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,7 +25,7 @@ HELIX_NAMES = string.ascii_uppercase  # as globin helices are called, in order
 PAIR = "Cα\N{EN DASH}Cα"
 INK, QUIET = "#222222", "#8A8A8A"
 ATTENTION = "cividis"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -204,10 +205,8 @@ def _contacts(axis: Axes, picture: Picture) -> None:
     shades = matplotlib.colormaps["Blues_r"](np.linspace(0.35, 1, len(edges)))
     shades[0] = to_rgba("#08214A")
     # One step for contacts, then fainter ones, so that the shape of the fold stays visible.
-    image = axis.imshow(
-        picture.ca_distance, cmap=ListedColormap(shades), norm=BoundaryNorm([0, *edges], len(shades)),
-        interpolation="nearest",
-    )  # fmt: skip
+    colours, norm = ListedColormap(shades), BoundaryNorm([0, *edges], len(shades))
+    image = axis.imshow(picture.ca_distance, cmap=colours, norm=norm, interpolation="nearest")
     _colour_bar(axis, image, f"{PAIR} distance, Å", "max")
     for which in "xy":
         _residue_axis(axis, picture, which)

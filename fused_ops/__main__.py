@@ -91,7 +91,9 @@ def main() -> int:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(i)
-            _line(f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
+            _line(
+                f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
+            )
             devices.append(torch.device("cuda", i))
         _line("fp32 products", torch.backends.cuda.matmul.fp32_precision)
     else:

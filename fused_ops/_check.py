@@ -21,8 +21,7 @@ def rank_at_least(op: str, name: str, tensor: Tensor, rank: int, text: str) -> N
     """Require at least ``rank`` axes."""
     if tensor.dim() < rank:
         raise ValueError(
-            f"{op}: {name} must have shape {text} (at least {rank} axes), "
-            f"got {tuple(tensor.shape)}"
+            f"{op}: {name} must have shape {text} (at least {rank} axes), got {tuple(tensor.shape)}"
         )
 
 

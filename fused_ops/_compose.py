@@ -7,6 +7,7 @@ the input in blocks, and its backward recomputes what the forward did not keep.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -84,10 +85,8 @@ class Rows:
         self._lead = lead
         self.length = math.prod(lead)
         self._view: Tensor | None = None
-        try:
+        with contextlib.suppress(RuntimeError):  # not expressible with one stride
             self._view = tensor.view(self.length, *self._tail_shape)
-        except RuntimeError:  # not expressible with one stride
-            pass
 
     @property
     def viewable(self) -> bool:
@@ -101,7 +100,8 @@ class Rows:
 
     def __getitem__(self, rows: slice) -> Tensor:
         if self._view is not None:
-            return self._view[rows]
+            whole = rows.start == 0 and rows.stop == self.length
+            return self._view if whole else self._view[rows]
         pieces = list(self._pieces(rows))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -160,9 +160,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last axis in the elementwise dtype; returns (y, mean, rstd)."""
     e = math_.elementwise
-    return torch.native_layer_norm(
-        x.to(e), [x.shape[-1]], weight.to(e), bias.to(e), eps
-    )
+    return torch.native_layer_norm(x.to(e), [x.shape[-1]], weight.to(e), bias.to(e), eps)
 
 
 def layer_norm_backward(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fused_ops import _library
-from fused_ops._precision import composition_scope
+from fused_ops._precision import run_composition
 
 NAMESPACE = "fused_ops"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -182,8 +182,8 @@ class Operator:
     def _run(self, *args: Any) -> Tensor:
         result = self.check(*args)
         self._warn(result.device, args, backward=False)
-        with composition_scope(result.device, args[self._precision]):
-            return self._compose_forward(*args)
+        precision = args[self._precision]
+        return run_composition(self._compose_forward, result.device, precision, *args)
 
     def _run_public(self, *args: Any) -> Tensor:
         with torch.no_grad():
@@ -198,20 +198,20 @@ class Operator:
             )
         if len(needs) != len(self.differentiable):
             raise ValueError(
-                f"{self.name}: needs must have {len(self.differentiable)} entries, "
-                f"got {len(needs)}"
+                f"{self.name}: needs must have {len(self.differentiable)} entries, got {len(needs)}"
             )
         self._warn(result.device, inputs, backward=True)
-        with composition_scope(result.device, inputs[self._precision]):
-            return self._compose_backward(grad, *inputs, list(needs))
+        precision = inputs[self._precision]
+        backward = self._compose_backward
+        return run_composition(backward, result.device, precision, grad, *inputs, list(needs))
 
     def _run_composition(self, *args: Any) -> Tensor:
         *inputs, reason = args
         device = self.check(*inputs).device
         if reason:
             _library.warn_composition(self.name, reason)
-        with composition_scope(device, inputs[self._precision]):
-            return self._compose_forward(*inputs)
+        precision = inputs[self._precision]
+        return run_composition(self._compose_forward, device, precision, *inputs)
 
     def _warn(self, device: torch.device, args: Sequence[Any], backward: bool) -> None:
         if device.type == "cpu":

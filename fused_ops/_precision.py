@@ -8,9 +8,12 @@ used and a compiled graph does not depend on hidden state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 PRECISIONS = ("ieee", "tf32")
 
@@ -43,8 +46,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def composition_scope(device: torch.device, precision: str) -> Iterator[None]:
-    """Run a composition: no autograd, no autocast, fp32 products as ``precision`` says."""
+def _composition_scope(device: torch.device, precision: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device.type):
@@ -56,3 +58,18 @@ def composition_scope(device: torch.device, precision: str) -> Iterator[None]:
                 setting.fp32_precision = precision
                 stack.callback(setattr, setting, "fp32_precision", previous)
         yield
+
+
+def run_composition(
+    function: Callable[..., T], device: torch.device, precision: str, *args: Any
+) -> T:
+    """Call a composition without autograd and autocast, fp32 products as ``precision`` says."""
+    nothing_to_set = (
+        device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if nothing_to_set:  # small CPU calls would spend a tenth of their time on the scope
+        return function(*args)
+    with _composition_scope(device, precision):
+        return function(*args)

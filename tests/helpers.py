@@ -73,9 +73,7 @@ def evaluate(
     The cotangent is random unless given; ``.mean()`` or ``.sum()`` would hide errors.
     """
     wanted: dict[str, Tensor] = {
-        f"input {i}": x
-        for i, x in enumerate(inputs)
-        if isinstance(x, Tensor) and x.requires_grad
+        f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad
     }
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -109,7 +107,9 @@ def assert_gradients(
     """The rule for gradients: ||a-c|| <= 2||b-c|| + 1e-6||c|| + 5e-7 R sqrt(numel)."""
     assert ours.keys() == oracle.keys()
     scale = ROUNDING[dtype] / ROUNDING[torch.float32]
-    largest = max((g.square().mean().sqrt().item() for g in oracle.values() if g.numel()), default=0)
+    largest = max(
+        (g.square().mean().sqrt().item() for g in oracle.values() if g.numel()), default=0
+    )
     for name, exact in oracle.items():
         a, b, c = ours[name].double(), reference[name].double(), exact.double()
         assert a.shape == c.shape, name
@@ -192,9 +192,7 @@ def assert_double_backward_raises(module: nn.Module, inputs: Sequence[object], o
     inputs = list(inputs)
     first = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
     result = module(*inputs)
-    (grad,) = torch.autograd.grad(
-        result, inputs[first], torch.ones_like(result), create_graph=True
-    )
+    (grad,) = torch.autograd.grad(result, inputs[first], torch.ones_like(result), create_graph=True)
     try:
         torch.autograd.grad(grad.square().sum(), inputs[first])
     except RuntimeError as error:

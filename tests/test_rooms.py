@@ -15,7 +15,7 @@ SOURCES = sorted(
 
 
 def includes(path):
-    return re.findall(r'^\s*#include\s+[<"]([^>"]+)[>"]', path.read_text(), flags=re.M)
+    return re.findall(r'^\s*#include\s+[<"]([^>"]+)[>"]', path.read_text(), flags=re.MULTILINE)
 
 
 def relative(path):

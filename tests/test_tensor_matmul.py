@@ -17,8 +17,8 @@ from helpers import (
 
 import fused_ops
 from fused_ops import reference, tensor_matmul
-from fused_ops.testing import peak_memory, relative_error
 from fused_ops.tensor_matmul.op import OPERATOR
+from fused_ops.testing import peak_memory, relative_error
 
 FUSED = fused_ops.TensorMatmul()
 EAGER = reference.TensorMatmul()

@@ -259,7 +259,9 @@ def test_gradcheck(direction):
 
 
 @pytest.mark.parametrize("gate_normalized", [False, True])
-@pytest.mark.parametrize("wanted", ["pair", "layer_norm_in.weight", "proj_b.bias", "out_gate.weight"])
+@pytest.mark.parametrize(
+    "wanted", ["pair", "layer_norm_in.weight", "proj_b.bias", "out_gate.weight"]
+)
 def test_only_one_gradient_wanted(wanted, gate_normalized):
     fused, _ = build(6, 5)
     call = FunctionalUpdate(fused, gate_normalized=gate_normalized)

@@ -35,8 +35,8 @@ constexpr Tile kTiles[] = {
     // faster; the way there is to free the registers, not to spill them.
     {128, 128, 16, 8, 8, 0, 1},
     // Four times as many blocks, for problems too small to fill a GPU with the large tile, and for
-    // few columns. 103 registers: the second sum is free here, and it is here that cuBLAS may split
-    // a long inner axis over blocks and so be more accurate than one long sum.
+    // few columns. 103 registers (sm_120: 128 and an 8-byte spill). The second sum is free, and
+    // here cuBLAS may split a long inner axis over blocks, which helps its accuracy.
     {64, 64, 16, 4, 4, 256, 2},
 };
 constexpr int kLargeTile = 0;

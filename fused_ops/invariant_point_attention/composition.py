@@ -68,7 +68,9 @@ class _Walk:
         rows = min(n, _compose.block_length(device, self._heads * n))
         together = 1
         if rows == n:
-            together = _compose.block_length(device, self._heads * n * n)
+            # The pair block counts too: it is copied where it is strided, expanded or 16-bit.
+            widest = max(self._heads, self.pair.shape[-1])
+            together = _compose.block_length(device, widest * n * n)
         shared = self.pair.shape[-4] == 1
         for position, index in enumerate(_compose.lead_indices(self._outer)):
             outer = _compose.broadcast_index(index, tuple(self.pair.shape[:-4]))
@@ -260,8 +262,11 @@ def forward(
     precision: str,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """``node`` (*lead, N, c), ``pair`` (*lead, N, N, cz), ``translations`` (*lead, N, 3),
-    ``rotations`` (*lead, N, 3, 3), ``node_mask`` (*lead, N) -> (*lead, N, c)."""
+    """The op on checked arguments.
+
+    ``node`` (*lead, N, c), ``pair`` (*lead, N, N, cz), ``translations`` (*lead, N, 3),
+    ``rotations`` (*lead, N, 3, 3), ``node_mask`` (*lead, N) -> (*lead, N, c).
+    """
     dtype = dtype or node.dtype
     if node.numel() == 0:
         return node.new_empty(node.shape, dtype=dtype)

@@ -101,9 +101,7 @@ class InvariantPointAttention(FusedModule, reference.InvariantPointAttention):
         Tensor
             (..., N, node_dim) in the dtype of ``node_repr``, or of autocast where that is on.
         """
-        return OPERATOR(
-            *self._operands(node_repr, pair_repr, translations, rotations, node_mask)
-        )
+        return OPERATOR(*self._operands(node_repr, pair_repr, translations, rotations, node_mask))
 
     def _operands(
         self,

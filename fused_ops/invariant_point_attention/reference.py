@@ -51,8 +51,11 @@ class InvariantPointAttention(nn.Module):
         rotations: Tensor,
         node_mask: Tensor | None = None,
     ) -> Tensor:
-        """``node_repr`` (B, N, node_dim), ``pair_repr`` (B, N, N, pair_dim), ``translations``
-        (B, N, 3), ``rotations`` (B, N, 3, 3), ``node_mask`` (B, N) -> (B, N, node_dim)."""
+        """Attend over residues.
+
+        ``node_repr`` (B, N, node_dim), ``pair_repr`` (B, N, N, pair_dim), ``translations``
+        (B, N, 3), ``rotations`` (B, N, 3, 3), ``node_mask`` (B, N) -> (B, N, node_dim).
+        """
         heads = self.num_heads
         x = self.layer_norm(node_repr)
         q = self.q_proj(x).unflatten(-1, (heads, -1))

@@ -11,6 +11,7 @@ Everything between the two LayerNorms is channel-first: a projection of a block 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def forward(
         return out
     math_ = _compose.arithmetic(msa.device, result_dtype)
     e = math_.elementwise
-    layout = _Layout(msa, pair, num_heads, query_weight.shape[0])
+    layout = _Layout.of(msa, pair, num_heads, query_weight.shape[0])
     x_rows, mask_rows = layout.rows(msa, 2), layout.mask_rows(mask)
     out_rows = layout.rows(out, 2)
     in_place = out_rows.viewable and result_dtype == math_.matmul
@@ -94,7 +95,7 @@ def forward(
                 )
                 if drop is not None:
                     weights.mul_(drop.keep(chunk, rows, e))
-                _store(attended, chunk, v[chunk.maps], weights.to(v.dtype).transpose(1, 2))
+                _store(attended, chunk, chunk.of(v), weights.to(v.dtype).transpose(1, 2))
             attended = attended.view(count, layout.width, layout.length)
             gate = _project(wg, xt, bg).to(e).sigmoid_()
             gated = _scaled(attended, drop).to(e).mul_(gate)
@@ -177,7 +178,7 @@ def backward(
     need_attended = need_gate or grads.needs("out_proj_weight")
     need_cotangent = need_gate or need_v or need_logits
 
-    layout = _Layout(msa, pair, num_heads, query_weight.shape[0])
+    layout = _Layout.of(msa, pair, num_heads, query_weight.shape[0])
     x_rows, grad_rows = layout.rows(msa, 2), layout.rows(grad, 2)
     mask_rows = layout.mask_rows(mask)
     dx_rows = layout.rows(grads.buffer("msa", msa.dtype), 2) if grads.needs("msa") else None
@@ -232,16 +233,16 @@ def backward(
                 keep = drop.keep(chunk, rows, e) if drop is not None else None
                 dropped = (weights if keep is None else weights * keep).to(m)
                 if attended is not None:
-                    _store(attended, chunk, v[chunk.maps], dropped.transpose(1, 2))
+                    _store(attended, chunk, chunk.of(v), dropped.transpose(1, 2))
                 if dattended is None:
                     continue
-                cotangent = dattended[chunk.maps][:, :, chunk.queries]
+                cotangent = chunk.queries_of(dattended)
                 if dv is not None:
-                    _accumulate(dv[chunk.maps], cotangent, dropped, layout)
+                    _accumulate(chunk.of(dv), cotangent, dropped, layout)
                 if not need_logits:
                     continue
                 dweights = grad_space.take(chunk)
-                _product(dweights, cotangent.transpose(1, 2), v[chunk.maps])
+                _product(dweights, cotangent.transpose(1, 2), chunk.of(v))
                 if keep is not None:
                     dweights.mul_(keep)
                 # In place: each row of the gradient is read in full before it is written.
@@ -250,11 +251,9 @@ def backward(
                     layout.add_bias(dbias, dweights, chunk)
                 dlogits = dweights.to(m)
                 if dq is not None:
-                    _store(dq, chunk, k[chunk.maps], dlogits.transpose(1, 2))
+                    _store(dq, chunk, chunk.of(k), dlogits.transpose(1, 2))
                 if dk is not None:
-                    _accumulate(
-                        dk[chunk.maps], q[chunk.maps][:, :, chunk.queries], dlogits, layout
-                    )
+                    _accumulate(chunk.of(dk), chunk.queries_of(q), dlogits, layout)
 
             dx = None
             if attended is not None:
@@ -301,6 +300,18 @@ class _Chunk(NamedTuple):
     queries: slice
     maps: slice
     """The same rows and heads in the flattened (rows * heads) axis."""
+    every_map: bool
+    """Whether these are all maps of the block: then slicing, dear for small tensors, is left."""
+    every_query: bool
+
+    def of(self, maps: Tensor) -> Tensor:
+        """The chunk's part of a tensor (rows * heads, ...)."""
+        return maps if self.every_map else maps[self.maps]
+
+    def queries_of(self, maps: Tensor) -> Tensor:
+        """The chunk's part of a tensor (rows * heads, d, N), with only its queries."""
+        part = self.of(maps)
+        return part if self.every_query else part[:, :, self.queries]
 
 
 class _Layout:
@@ -312,33 +323,49 @@ class _Layout:
     device type enter.
     """
 
-    def __init__(self, msa: Tensor, pair: Tensor, num_heads: int, width: int) -> None:
-        lead = tuple(msa.shape[:-3])
-        self.pair_lead = (1,) * (len(lead) - (pair.dim() - 3)) + tuple(pair.shape[:-3])
+    def __init__(
+        self,
+        msa: tuple[int, ...],
+        pair: tuple[int, ...],
+        num_heads: int,
+        width: int,
+        device: torch.device,
+        budget: int,
+    ) -> None:
+        lead = msa[:-3]
+        self.pair_lead = (1,) * (len(lead) - (len(pair) - 3)) + pair[:-3]
         shared = [a for a, n in enumerate(lead) if self.pair_lead[a] == 1 and n != 1]
         self._own = [a for a in range(len(lead)) if a not in shared]
         self._order = self._own + shared
+        self._in_place = self._order == sorted(self._order)
         self._lead = lead
-        self.device = msa.device
+        self.device = device
         self.num_heads = num_heads
         self.width = width
         self.depth = width // num_heads
         self.scale = 1.0 / math.sqrt(max(1, self.depth))
-        self.rows_per_lead, self.length = msa.shape[-3], msa.shape[-2]
+        self.rows_per_lead, self.length = msa[-3], msa[-2]
         self.groups = math.prod(lead[a] for a in self._own)
         self.rows_per_group = math.prod(lead[a] for a in shared) * self.rows_per_lead
 
         n = self.length
-        channels = max(msa.shape[-1], width, 1)
-        self._maps = _compose.block_length(self.device, n * n)
-        self._queries = min(n, _compose.block_length(self.device, n))
+        self._maps = max(1, budget // (n * n))
+        self._queries = min(n, max(1, budget // n))
         self.whole_maps = self._queries == n
-        self._rows = _compose.block_length(self.device, n * channels)
+        self._rows = max(1, budget // (n * max(msa[-1], width)))
         fitting = min(self._rows, self._maps // num_heads)
         self.groups_per_block = max(1, min(self.groups, fitting // max(1, self.rows_per_group)))
+        rows = min(self._maps // num_heads, self._rows, self.groups * self.rows_per_group)
+        self.chunk_elements = max(1, rows) * min(self._maps, num_heads) * self._queries * n
+
+    @staticmethod
+    def of(msa: Tensor, pair: Tensor, num_heads: int, width: int) -> _Layout:
+        """The layout of a call; none of its sizes may be 0."""
+        budget = _compose.block_length(msa.device, 1)
+        return _layout(tuple(msa.shape), tuple(pair.shape), num_heads, width, msa.device, budget)
 
     def _in_order(self, tensor: Tensor, tail: int) -> Tensor:
-        if self._order == sorted(self._order):
+        if self._in_place:
             return tensor
         axes = len(self._lead)
         return tensor.permute(*self._order, *range(axes, axes + tail))
@@ -379,20 +406,16 @@ class _Layout:
         h = self.num_heads
         every, whole = slice(0, h), slice(0, self.length)
         if self._maps >= h:
-            for rows in blocks(count, self._maps // h):
-                yield _Chunk(rows, every, whole, slice(rows.start * h, rows.stop * h))
+            length = self._maps // h
+            for rows in blocks(count, length):
+                maps = slice(rows.start * h, rows.stop * h)
+                yield _Chunk(rows, every, whole, maps, count <= length, True)
             return
         for row in range(count):
             for heads in blocks(h, self._maps):
                 maps = slice(row * h + heads.start, row * h + heads.stop)
                 for queries in blocks(self.length, self._queries):
-                    yield _Chunk(slice(row, row + 1), heads, queries, maps)
-
-    def chunk_elements(self) -> int:
-        """Elements of the largest chunk."""
-        rows = max(1, min(self._maps // self.num_heads, self._rows, self.groups * self.rows_per_group))
-        heads = min(self._maps, self.num_heads)
-        return rows * heads * self._queries * self.length
+                    yield _Chunk(slice(row, row + 1), heads, queries, maps, False, self.whole_maps)
 
     def heads(self, projected: Tensor) -> Tensor:
         """(rows, H * d, N) -> (rows * H, d, N)."""
@@ -416,18 +439,25 @@ class _Layout:
         target += source[:, 0] if source.shape[1] == 1 else source.sum(1)
 
 
+# Shapes repeat from call to call, and for small ones working this out is a tenth of the time.
+_layout = functools.lru_cache(maxsize=64)(_Layout)
+
+
 class _Space:
     """Memory for one chunk of attention maps, reused for all of them."""
 
     def __init__(self, layout: _Layout, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(layout.chunk_elements(), dtype=dtype, device=layout.device)
+        self._size = layout.chunk_elements
+        self._memory = torch.empty(self._size, dtype=dtype, device=layout.device)
         self._length = layout.length
 
     def take(self, chunk: _Chunk) -> Tensor:
         """An uninitialised (maps, queries, N)."""
         maps = chunk.maps.stop - chunk.maps.start
         queries = chunk.queries.stop - chunk.queries.start
-        return self._memory[: maps * queries * self._length].view(maps, queries, self._length)
+        size = maps * queries * self._length
+        memory = self._memory if size == self._size else self._memory[:size]
+        return memory.view(maps, queries, self._length)
 
 
 class _PairBias:
@@ -515,14 +545,15 @@ class _Present:
 
     A key is removed by writing the bits of minus infinity over its logit: exact whatever stood
     there, and the bitwise operations run at memory speed where ``where`` and ``masked_fill`` on
-    a broadcast mask are several times slower on the CPU. A row without any key keeps all of
-    them, so that its softmax is finite, and its result is set to zero afterwards.
+    a broadcast mask are several times slower on the CPU. In a row without any key the bias gives
+    way to zero instead, so that its softmax is finite, and its result is set to zero afterwards.
     """
 
-    def __init__(self, keep: Tensor, alive: Tensor, infinity: int) -> None:
+    def __init__(self, keep: Tensor, infinity: int) -> None:
+        # All bits set where a key exists, none elsewhere; the same for rows that have keys.
         self._keep = keep
-        self._fill = keep.bitwise_not().bitwise_and_(infinity)
-        self._alive = alive
+        self._alive = keep.amin(-1, keepdim=True)
+        self._fill = keep.bitwise_not().bitwise_and_(self._alive & infinity)
 
     @staticmethod
     def make(mask_rows: Rows | None, rows: slice, dtype: torch.dtype) -> _Present | None:
@@ -530,10 +561,9 @@ class _Present:
         if mask_rows is None:
             return None
         integer, infinity = _BITS[dtype]
-        present = mask_rows[rows] != 0
-        alive = present.any(-1, keepdim=True)
-        keep = (present | ~alive).to(integer).neg_()
-        return _Present(keep, alive.to(integer).neg_(), infinity)
+        mask = mask_rows[rows]
+        present = mask if mask.dtype == torch.bool else mask != 0
+        return _Present(present.to(integer).neg_(), infinity)
 
     def put_bias(self, logits: Tensor, bias: Tensor, chunk: _Chunk) -> None:
         """``logits`` (groups, rows, heads, queries, N) = bias, minus infinity at absent keys."""
@@ -621,7 +651,7 @@ def _attention_weights(
         grouped.copy_(part)
     else:
         present.put_bias(grouped, part, chunk)
-    left, right = q[chunk.maps][:, :, chunk.queries].transpose(1, 2), k[chunk.maps]
+    left, right = chunk.queries_of(q).transpose(1, 2), chunk.of(k)
     if left.dtype == logits.dtype:
         logits.baddbmm_(left, right, alpha=layout.scale)
     else:
@@ -647,8 +677,8 @@ def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _store(out: Tensor, chunk: _Chunk, left: Tensor, right: Tensor) -> None:
     """``out[maps, :, queries] = left @ right``."""
-    target = out[chunk.maps]
-    if target.shape[2] == right.shape[2]:
+    target = chunk.of(out)
+    if chunk.every_query:
         torch.bmm(left, right, out=target)
     else:
         target[:, :, chunk.queries] = torch.bmm(left, right)

@@ -65,7 +65,9 @@ class MSARowAttention(FusedModule, reference.MSARowAttention):
         resolve_precision(NAME, precision)
         self.precision = precision
 
-    def forward(self, msa_repr: Tensor, pair_repr: Tensor, msa_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, msa_repr: Tensor, pair_repr: Tensor, msa_mask: Tensor | None = None
+    ) -> Tensor:
         """Attend along the rows of the MSA.
 
         Parameters

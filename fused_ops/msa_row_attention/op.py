@@ -159,8 +159,10 @@ OPERATOR = Operator(
 
 
 def draw_dropout_seed(like: Tensor) -> Tensor:
-    """One int64 from PyTorch's generator of the device; obeys ``manual_seed``, checkpointing and
-    CUDA-graph replay, and costs no synchronisation."""
+    """One int64 from PyTorch's generator of the device.
+
+    Obeys ``manual_seed``, checkpointing and CUDA-graph replay, and costs no synchronisation.
+    """
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
 
 

@@ -29,9 +29,14 @@ class MSARowAttention(nn.Module):
         self.out_proj = nn.Linear(msa_dim, msa_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, msa_repr: Tensor, pair_repr: Tensor, msa_mask: Tensor | None = None) -> Tensor:
-        """``msa_repr`` (B, S, N, msa_dim), ``pair_repr`` (B, N, N, pair_dim), ``msa_mask``
-        (B, S, N) -> (B, S, N, msa_dim)."""
+    def forward(
+        self, msa_repr: Tensor, pair_repr: Tensor, msa_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend along the rows of the MSA.
+
+        ``msa_repr`` (B, S, N, msa_dim), ``pair_repr`` (B, N, N, pair_dim), ``msa_mask``
+        (B, S, N) -> (B, S, N, msa_dim).
+        """
         x = self.layer_norm(msa_repr)
         q = self.query(x).unflatten(-1, (self.num_heads, -1))
         k = self.key(x).unflatten(-1, (self.num_heads, -1))

@@ -33,8 +33,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, math_: Arithmetic) -> None:
     if a.dim() == 1:
         return _multiply(a.unsqueeze(0), b, out.unsqueeze(0), math_)
     # A batch axis of stride 0 repeats one slice: multiply once, copy the result.
-    for axis in range(a.dim() - 1):
-        if a.stride(axis) == 0 and a.shape[axis] > 1:
+    for axis, stride in enumerate(a.stride()[:-1]):
+        if stride == 0 and a.shape[axis] > 1:
             first = out.narrow(axis, 0, 1)
             _multiply(a.narrow(axis, 0, 1), b, first, math_)
             out.narrow(axis, 1, a.shape[axis] - 1).copy_(first)

@@ -18,8 +18,7 @@ def _check_arguments(a: Tensor, b: Tensor, precision: str, dtype: torch.dtype | 
     _check.rank_at_least(NAME, "a", a, 1, "(..., L)")
     if b.dim() != 2 or b.shape[0] != a.shape[-1]:
         raise ValueError(
-            f"{NAME}: b must have shape (L, K) with L = {a.shape[-1]} as in a, "
-            f"got {tuple(b.shape)}"
+            f"{NAME}: b must have shape (L, K) with L = {a.shape[-1]} as in a, got {tuple(b.shape)}"
         )
     _check.same_device(NAME, "a", a, {"b": b})
     result = _check.result_dtype(NAME, {"a": a}, {"b": b}, dtype)

@@ -47,9 +47,10 @@ DIFFERENTIABLE = (
     "out_gate_bias",
 )
 
-
 Weights = tuple[Tensor, Tensor | None]
 """Weight and optional bias of a linear."""
+Norm = tuple[Tensor, Tensor]
+"""Weight and bias of a LayerNorm."""
 
 
 class _Problem:
@@ -90,8 +91,10 @@ def _gated(x: Tensor, projection: Weights, gate: Weights, math_: Arithmetic) -> 
 
 
 def _bmm(a: Tensor, b: Tensor, elementwise: torch.dtype) -> Tensor:
-    """Batched product; 16-bit operands give an fp32 result, which fp16 sums need (they can
-    exceed 65504)."""
+    """Batched product; 16-bit operands give an fp32 result.
+
+    Sums of fp16 products need it: they can exceed 65504.
+    """
     if a.dtype == elementwise:
         return torch.bmm(a, b)
     if a.is_cuda:
@@ -99,28 +102,44 @@ def _bmm(a: Tensor, b: Tensor, elementwise: torch.dtype) -> Tensor:
     return torch.bmm(a.to(elementwise), b.to(elementwise))
 
 
+def _products(
+    p: _Problem,
+    rows: slice,
+    norm: Norm,
+    eps: float,
+    weights: tuple[tuple[Weights, Weights], tuple[Weights, Weights]],
+) -> list[Tensor]:
+    """The gated and masked projections a and b of a block of rows, as (hidden, rows, n)."""
+    x = layer_norm(p.pair_rows[rows].reshape(-1, p.channels), *norm, eps, p.math)[0]
+    factor = p.mask_factor(rows)
+    products = []
+    for projection, gate in weights:
+        product = _gated(x, projection, gate, p.math)
+        if factor is not None:
+            product.mul_(factor)
+        products.append(product.view(p.hidden, -1, p.n))
+    return products
+
+
 def _project(
     p: _Problem,
     a: Tensor,
     b: Tensor,
-    norm: tuple[Tensor, Tensor],
+    norm: Norm,
     eps: float,
-    weights_a: tuple[Weights, Weights],
-    weights_b: tuple[Weights, Weights],
+    weights: tuple[tuple[Weights, Weights], tuple[Weights, Weights]],
 ) -> None:
     """Fill the planes ``a`` and ``b`` (hidden, batch*n, n)."""
     for rows in blocks(p.pair_rows.length, p.row_block):
-        x = layer_norm(p.pair_rows[rows].reshape(-1, p.channels), *norm, eps, p.math)[0]
-        factor = p.mask_factor(rows)
-        for plane, weights in ((a, weights_a), (b, weights_b)):
-            product = _gated(x, *weights, p.math)
-            if factor is not None:
-                product.mul_(factor)
-            plane[:, rows] = product.view(p.hidden, -1, p.n)
+        a[:, rows], b[:, rows] = _products(p, rows, norm, eps, weights)
 
 
-def _contract(p: _Problem, a: Tensor, b: Tensor, out: Tensor, outgoing: bool) -> None:
-    """Triangular contraction, a few channels at a time; ``out`` may share memory with both."""
+def _contract(p: _Problem, a: Tensor, b: Tensor, out: Tensor, outgoing: bool) -> Tensor:
+    """Triangular contraction, a few channels at a time into ``out``.
+
+    ``out`` may share memory with both operands. When one step does it all, its own result is
+    returned instead.
+    """
     for group in blocks(p.hidden, p.channel_block):
         left, right = p.matrices(a[group]), p.matrices(b[group])
         if outgoing:
@@ -128,7 +147,10 @@ def _contract(p: _Problem, a: Tensor, b: Tensor, out: Tensor, outgoing: bool) ->
         else:
             left = left.transpose(1, 2)
         product = _bmm(left, right, p.math.elementwise)
+        if p.channel_block >= p.hidden and out.dtype == product.dtype:
+            return product.view(out.shape)
         out[group] = product.view(out[group].shape)
+    return out
 
 
 def forward(
@@ -158,13 +180,21 @@ def forward(
 ) -> Tensor:
     """Result (*lead, N, N, pair_dim) for checked arguments."""
     p = _Problem(pair, mask, proj_a_weight.shape[0], dtype)
-    out = torch.empty(pair.shape, dtype=p.result, device=pair.device)
-    if out.numel() == 0:
-        return out
+    if pair.numel() == 0:
+        return torch.empty(pair.shape, dtype=p.result, device=pair.device)
     total = p.pair_rows.length
     norm_in = (layer_norm_in_weight, layer_norm_in_bias)
+    weights = (
+        ((proj_a_weight, proj_a_bias), (gate_a_weight, gate_a_bias)),
+        ((proj_b_weight, proj_b_bias), (gate_b_weight, gate_b_bias)),
+    )
+    # A small problem is one block, whose products are the planes and whose gate is the result.
+    one_block = total <= p.row_block and p.result == p.math.elementwise
 
-    if p.result.itemsize == 2:
+    if one_block:
+        a, b = _products(p, slice(0, total), norm_in, eps, weights)
+        o = a
+    elif p.result.itemsize == 2:
         # One buffer holds a and b side by side in 16 bits, and later o in their place in fp32:
         # o may exceed the range of fp16.
         both = pair.new_empty((p.hidden, 2, total, p.n), dtype=p.result)
@@ -174,18 +204,15 @@ def forward(
         a = pair.new_empty((p.hidden, total, p.n), dtype=p.result)
         b = torch.empty_like(a)
         o = a
-    _project(
-        p,
-        a,
-        b,
-        norm_in,
-        eps,
-        ((proj_a_weight, proj_a_bias), (gate_a_weight, gate_a_bias)),
-        ((proj_b_weight, proj_b_bias), (gate_b_weight, gate_b_bias)),
-    )
-    _contract(p, a, b, o, outgoing)
+    if not one_block:
+        _project(p, a, b, norm_in, eps, weights)
+    o = _contract(p, a, b, o, outgoing)
+    del a, b
 
-    out_rows = out.view(total, p.n, p.channels)
+    out = None
+    if not one_block:
+        out = torch.empty(pair.shape, dtype=p.result, device=pair.device)
+        out_rows = out.view(total, p.n, p.channels)
     for rows in blocks(total, p.row_block):
         raw = p.pair_rows[rows].reshape(-1, p.channels)
         gate_in = layer_norm(raw, *norm_in, eps, p.math)[0] if gate_normalized else raw
@@ -198,7 +225,10 @@ def forward(
             p.math,
         )[0]
         gate.mul_(linear(y, out_proj_weight, out_proj_bias, p.math))
+        if out is None:
+            return gate.view(pair.shape)
         out_rows[rows] = gate.view(-1, p.n, p.channels)
+    assert out is not None
     return out
 
 
@@ -249,8 +279,8 @@ def backward(
     a = pair.new_empty((p.hidden, total, p.n), dtype=p.result)
     b = torch.empty_like(a)
     o = torch.empty_like(a, dtype=wide)
-    _project(p, a, b, norm_in, eps, weights_a, weights_b)
-    _contract(p, a, b, o, outgoing)
+    _project(p, a, b, norm_in, eps, (weights_a, weights_b))
+    o = _contract(p, a, b, o, outgoing)
 
     grad_rows = Rows(grad, 2)
     need_pair = sums.needs("pair")

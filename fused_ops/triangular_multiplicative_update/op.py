@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fused_ops import _check
-from fused_ops._dispatch import Operator, Query, Result
+from fused_ops._dispatch import Operator, Result
 from fused_ops._precision import autocast_dtype, resolve_precision
 from fused_ops.triangular_multiplicative_update import composition
 

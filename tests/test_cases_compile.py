@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Case H18: torch.compile, fake kernels, autocast inside a compiled region, dynamic lengths."""
+
+import pytest
+import torch
+from helpers import assert_compiles, evaluate, opcheck
+from subjects import OPERATORS, OPS, build, inputs, operands
+
+
+def permuted(args):
+    """The same values with the axes before the last stored the other way round."""
+    out = []
+    for a in args:
+        if a.dim() < 3:
+            out.append(a)
+            continue
+        view = a.detach().transpose(-2, -3).contiguous().transpose(-2, -3)
+        out.append(view.requires_grad_(a.requires_grad))
+    return out
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_h18_opcheck_of_permuted_inputs(device, op):
+    fused, _ = build(op, device=device)
+    opcheck(OPERATORS[op], operands(op, fused, permuted(inputs(op, 4, device=device))))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_h18_fake_kernels_give_the_strides_of_the_real_ones(device, op):
+    fused, _ = build(op, device=device)
+    args = permuted(inputs(op, 4, device=device))
+    flat = operands(op, fused, args)
+    operator = OPERATORS[op]
+    forward = getattr(torch.ops.fused_ops, f"{op}_forward")
+    backward = getattr(torch.ops.fused_ops, f"{op}_backward")
+    needs = [flat[i] is not None for i in operator.differentiable]
+    with torch.no_grad():
+        real = forward(*flat)
+        grads = backward(torch.randn_like(real), *flat, needs)
+    with torch._subclasses.FakeTensorMode() as mode, torch.no_grad():
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in flat]
+        fake = forward(*fakes)
+        fake_grads = backward(torch.empty_like(fake), *fakes, needs)
+    for ours, theirs in zip([real, *grads], [fake, *fake_grads], strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert ours.stride() == theirs.stride()
+        assert theirs.device.type == device
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_h18_compiles_without_graph_breaks(device, op, autocast):
+    torch._dynamo.reset()
+    fused, _ = build(op, device=device)
+    args = permuted(inputs(op, 9, device=device))
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+        cotangent = torch.randn_like(fused(*args))
+        value, grads = evaluate(fused, args, cotangent)
+        compiled_value, compiled_grads = evaluate(compiled, args, cotangent)
+    assert value.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert torch.equal(value, compiled_value)
+    for (name, gradient), other in zip(grads.items(), compiled_grads.values(), strict=True):
+        assert torch.equal(gradient, other), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_h18_lengths_share_a_compilation(device, op):
+    fused, _ = build(op, device=device)
+    assert_compiles(fused, lambda n: permuted(inputs(op, n, (1,), device=device)))
+
+
+def test_h18_dropout_compiles_and_differs_from_call_to_call(device):
+    torch._dynamo.reset()
+    fused, _ = build("msa_row_attention", 8, 6, 2, 0.5, device=device)
+    args = inputs("msa_row_attention", 9, device=device)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    first, second = compiled(*args), compiled(*args)
+    assert not torch.equal(first, second)
+    # One seed serves forward and backward: a weight that was dropped has no gradient.
+    mean = torch.stack([compiled(*args).detach() for _ in range(400)]).mean(0)
+    plain = fused.eval()(*args)
+    assert (mean - plain).norm() / plain.norm() < 0.2  # measured: 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_h18_inductor(op):
+    torch._dynamo.reset()
+    fused, _ = build(op, device="cuda")
+    args = permuted(inputs(op, 33, device="cuda"))
+
+    def block(*args):
+        return torch.nn.functional.gelu(fused(args[0] * 2, *args[1:])) + 1
+
+    compiled = torch.compile(block, fullgraph=True)
+    wanted = [a for a in args if a.requires_grad] + list(fused.parameters())
+    cotangent = torch.randn_like(block(*args))
+    torch.testing.assert_close(compiled(*args), block(*args), atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad(compiled(*args), wanted, cotangent)
+    theirs = torch.autograd.grad(block(*args), wanted, cotangent)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * max(1, b.abs().max().item()), rtol=1e-4)
