@@ -5,7 +5,7 @@
 # comes last. Ends inside ten minutes. $OUT (default benchmarks/results) takes what it writes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=.:tests FUSED_OPS_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=.:tests${PYTHONPATH:+:$PYTHONPATH} FUSED_OPS_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 OUT=${OUT:-benchmarks/results}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
@@ -20,7 +20,7 @@ step() { # name, command...
 }
 
 sanitize() { # tool
-  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name regex:forward_kernel \
+  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kns=forward_kernel \
     "$PYTHON" benchmarks/sanitizer_cases.py >"$OUT/sanitizer-$1.txt" 2>&1 ||
     { tail -n 20 "$OUT/sanitizer-$1.txt"; return 1; }
   tail -n 1 "$OUT/sanitizer-$1.txt"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +50,12 @@ html_show_sourcelink = False
 
 
 def _mathml(node: nodes.math | nodes.math_block, as_block: bool) -> str:
+    # Two things that the converter reads otherwise than LaTeX: fractions of two bare digits, and
+    # the index of an accented letter, which it would set below the letter.
+    formula = re.sub(r"(\\[td]?frac)\s*(\d)\s*(\d)", r"\1{\2}{\3}", node.astext())
+    formula = re.sub(r"(\\(?:tilde|hat|bar|vec) ?(?:\w|\{\w\}))(?=[_^])", r"{\1{}}", formula)
     try:
-        return latex2mathml.tex2mathml(node.astext(), as_block=as_block)
+        return latex2mathml.tex2mathml(formula, as_block=as_block)
     except MathError as error:
         logger.warning("formula: %s", error, location=node)
         return ""

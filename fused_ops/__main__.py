@@ -98,7 +98,8 @@ def main() -> int:
         _line("fp32 products", torch.backends.cuda.matmul.fp32_precision)
     else:
         _line("GPU", "none that torch can use; every op runs its PyTorch composition on the CPU")
-    passed = all([_self_test(device) for device in devices])
+    results = [_self_test(device) for device in devices]  # every device, also after a failure
+    passed = all(results)
     print("\nall ops work" if passed else "\nTHE SELF-TEST FAILED")
     return 0 if passed else 1
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 # Block sizes in elements of the widest tensor of a block. CPU: a block and its temporaries stay
-# in the second-level cache. Elsewhere: few launches matter more than cache.
+# in the second-level cache. Elsewhere: large enough to fill a GPU with each launch.
 _CPU_BLOCK_ELEMENTS = 1 << 18
-_DEVICE_BLOCK_ELEMENTS = 1 << 25
+_DEVICE_BLOCK_ELEMENTS = 1 << 21
 
 
 class Arithmetic(NamedTuple):

@@ -15,7 +15,7 @@ costs a fifth of registered autograd; a compiled or exported one goes through ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from fused_ops import _library
 from fused_ops._precision import run_composition
 
+T = TypeVar("T")
 NAMESPACE = "fused_ops"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -122,6 +123,7 @@ class Operator:
         self._tensors = tuple(i for i, a in enumerate(arguments) if a.startswith("Tensor"))
         self.differentiable = tuple(names.index(d) for d in differentiable)
         self._precision = names.index("precision")
+        self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
 
         self._register(f"{name}_forward", f"({schema}) -> Tensor", self._run, self._fake)
@@ -181,9 +183,8 @@ class Operator:
 
     def _run(self, *args: Any) -> Tensor:
         result = self.check(*args)
-        self._warn(result.device, args, backward=False)
-        precision = args[self._precision]
-        return run_composition(self._compose_forward, result.device, precision, *args)
+        self._warn(result, args, backward=False)
+        return self._compose(self._compose_forward, result, args[self._precision], args)
 
     def _run_public(self, *args: Any) -> Tensor:
         with torch.no_grad():
@@ -200,31 +201,40 @@ class Operator:
             raise ValueError(
                 f"{self.name}: needs must have {len(self.differentiable)} entries, got {len(needs)}"
             )
-        self._warn(result.device, inputs, backward=True)
-        precision = inputs[self._precision]
-        backward = self._compose_backward
-        return run_composition(backward, result.device, precision, grad, *inputs, list(needs))
+        self._warn(result, inputs, backward=True)
+        all_args = (grad, *inputs, list(needs))
+        return self._compose(self._compose_backward, result, inputs[self._precision], all_args)
 
     def _run_composition(self, *args: Any) -> Tensor:
         *inputs, reason = args
-        device = self.check(*inputs).device
+        result = self.check(*inputs)
         if reason:
             _library.warn_composition(self.name, reason)
-        precision = inputs[self._precision]
-        return run_composition(self._compose_forward, device, precision, *inputs)
+        return self._compose(self._compose_forward, result, inputs[self._precision], inputs)
 
-    def _warn(self, device: torch.device, args: Sequence[Any], backward: bool) -> None:
-        if device.type == "cpu":
+    @staticmethod
+    def _compose(
+        function: Callable[..., T], result: Result, precision: str, args: Sequence[Any]
+    ) -> T:
+        return run_composition(function, result.device, result.dtype, precision, args)
+
+    def _warn(self, result: Result, args: Sequence[Any], backward: bool) -> None:
+        """Say once why a composition runs where a kernel could be expected."""
+        kind = result.device.type
+        if kind == "cpu":
             return
         key = f"{self.name} backward" if backward else self.name
-        if key in _library.warned:
+        asked = (key, result.dtype, args[self._precision])
+        if key in _library.warned or asked in self._chosen:
             return
-        if device.type == "cuda":
+        if kind == "cuda":
             plan = self.query(args).plan(backward)
             if plan["path"] == "composition":
                 _library.warn_composition(key, "; ".join(plan["reasons"]))
+            else:
+                self._chosen.add(asked)
         else:
-            _library.warn_composition(key, f"no kernels for device type {device.type}")
+            _library.warn_composition(key, f"no kernels for device type {kind}")
 
     # Fakes --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ used and a compiled graph does not depend on hidden state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,15 @@ T = TypeVar("T")
 PRECISIONS = ("ieee", "tf32")
 
 
-@torch.compiler.assume_constant_result
 def _global_fp32_precision() -> str:
     # Only fp32_precision may be read: reading allow_tf32 raises once the newer setting was used.
     # The setting "none" means the default, IEEE.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# What torch.compiler.assume_constant_result sets. The decorator itself imports all of dynamo:
+# seconds, and a cache folder, at every import of this package.
+_global_fp32_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def resolve_precision(op: str, precision: str | None) -> str:
@@ -46,12 +50,14 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _composition_scope(device: torch.device, precision: str) -> Iterator[None]:
+def _composition_scope(
+    device: torch.device, dtype: torch.dtype, precision: str
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
+        if device.type == "cuda" and dtype == torch.float32:
             setting = torch.backends.cuda.matmul
             previous = setting.fp32_precision
             if previous != precision:
@@ -61,15 +67,22 @@ def _composition_scope(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def run_composition(
-    function: Callable[..., T], device: torch.device, precision: str, *args: Any
+    function: Callable[..., T],
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: str,
+    args: Sequence[Any],
 ) -> T:
-    """Call a composition without autograd and autocast, fp32 products as ``precision`` says."""
+    """Call a composition without autograd and autocast, fp32 products as ``precision`` says.
+
+    ``dtype`` is that of the result.
+    """
     nothing_to_set = (
-        device.type == "cpu"
+        (device.type == "cpu" or dtype != torch.float32)
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(device.type)
     )
-    if nothing_to_set:  # small CPU calls would spend a tenth of their time on the scope
+    if nothing_to_set:  # small calls would spend a tenth of their time on the scope
         return function(*args)
-    with _composition_scope(device, precision):
+    with _composition_scope(device, dtype, precision):
         return function(*args)

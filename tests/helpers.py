@@ -44,10 +44,10 @@ def randomize(module: nn.Module) -> nn.Module:
 
 def strided(tensor: Tensor) -> Tensor:
     """The same values as a slice of a larger tensor: strides and storage offset in every test."""
-    shape = [size + 2 for size in tensor.shape[:-1]] + [2 * tensor.shape[-1] + 1]
+    shape = [*(size + 2 for size in tensor.shape[:-1]), 2 * tensor.shape[-1] + 1]
     poison = float("nan") if tensor.is_floating_point() else 1
     large = torch.full(shape, poison, dtype=tensor.dtype, device=tensor.device)
-    index = tuple(slice(1, -1) for _ in tensor.shape[:-1]) + (slice(1, None, 2),)
+    index = (*(slice(1, -1) for _ in tensor.shape[:-1]), slice(1, None, 2))
     view = large[index]
     view.copy_(tensor)
     return view.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else view

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_ops
-from fused_ops._precision import composition_scope
+from fused_ops._precision import run_composition
 from fused_ops.testing import relative_error
 
 TESTS = Path(__file__).parent
@@ -42,23 +42,25 @@ def moved(args, device):
     return [a.detach().to(device).requires_grad_(a.requires_grad) for a in args]
 
 
-# H19: tensors on another device than the current one -----------------------------------------------
+# H19: tensors on another device than the current one ----------------------------------------------
 
 
-def fake_operands(op, device):
+def fake_operands(op, device, mode):
     """Arguments of the op as fake tensors on ``device``, which need not exist."""
     fused, _ = build(op)
     flat = operands(op, fused, inputs(op, 5, grad=False))
-    return [
-        torch.empty(a.shape, dtype=a.dtype, device=device) if isinstance(a, torch.Tensor) else a
-        for a in flat
-    ]
+    with mode:
+        return [
+            torch.empty(a.shape, dtype=a.dtype, device=device) if isinstance(a, torch.Tensor) else a
+            for a in flat
+        ]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_h19_results_are_on_the_device_of_the_inputs(op):
-    with FakeTensorMode(), torch.no_grad():
-        flat = fake_operands(op, "cuda:1")
+    mode = FakeTensorMode()
+    flat = fake_operands(op, "cuda:1", mode)
+    with mode, torch.no_grad():
         result = OPERATORS[op](*flat)
         assert result.device == torch.device("cuda:1")
         needs = [flat[i] is not None for i in OPERATORS[op].differentiable]
@@ -69,8 +71,9 @@ def test_h19_results_are_on_the_device_of_the_inputs(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_h19_a_tensor_on_another_device_is_named(op):
-    with FakeTensorMode(), torch.no_grad():
-        here, there = fake_operands(op, "cuda:0"), fake_operands(op, "cuda:1")
+    mode = FakeTensorMode()
+    here, there = fake_operands(op, "cuda:0", mode), fake_operands(op, "cuda:1", mode)
+    with mode, torch.no_grad():
         tensors = [i for i, a in enumerate(here) if isinstance(a, torch.Tensor)]
         names = OPERATORS[op]._names
         for i in tensors[1:]:
@@ -133,7 +136,7 @@ def test_h19_second_gpu_while_the_first_is_current(op):
     assert_same(ours, expected)
 
 
-# H20: streams and threads --------------------------------------------------------------------------
+# H20: streams and threads -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -168,25 +171,32 @@ def test_h20_fp32_precision_of_one_thread_does_not_reach_another():
     """The setting is the process's: a composition that changes it must not let another in."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
-    entered, seen = threading.Event(), {}
+    first_in, first_out, second_in = (threading.Event() for _ in range(3))
+    seen = {}
 
-    def work(precision, first):
-        if not first:
-            entered.wait(10)
-        with composition_scope(torch.device("cuda"), precision):
-            entered.set()
-            if first:
-                other_done.wait(0.3)  # room for the other to come in between
-            seen[precision] = setting.fp32_precision
-        if not first:
-            other_done.set()
+    def composition(precision):
+        if precision == "tf32":
+            first_in.set()
+            second_in.wait(0.3)  # room for the other to come in; where it may not, time runs out
+        else:
+            second_in.set()
+            first_out.wait(0.3)
+        seen[precision] = setting.fp32_precision
 
-    other_done = threading.Event()
+    def work(precision):
+        if precision == "ieee":
+            first_in.wait(10)
+        run_composition(
+            composition, torch.device("cuda"), torch.float32, precision, [precision]
+        )
+        if precision == "tf32":
+            first_out.set()
+
     try:
         setting.fp32_precision = "ieee"
         threads = [
-            threading.Thread(target=work, args=("tf32", True)),
-            threading.Thread(target=work, args=("ieee", False)),
+            threading.Thread(target=work, args=("tf32",)),
+            threading.Thread(target=work, args=("ieee",)),
         ]
         for thread in threads:
             thread.start()
@@ -282,25 +292,24 @@ def test_h20_data_parallel(op):
     assert_same((value, {k.removeprefix("module."): g for k, g in grads.items()}), expected)
 
 
-# H21: CUDA graphs ------------------------------------------------------------------------------------
+# H21: CUDA graphs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_h21_nothing_is_read_back_from_the_device(op):
     """What would break a capture shows without a GPU too: fake tensors hold no values."""
-    with FakeTensorMode(allow_fallback_kernels=False) as mode, torch.no_grad():
-        flat = fake_operands(op, "cuda")
-        assert OPERATORS[op](*flat).shape
+    mode = FakeTensorMode(allow_fallback_kernels=False)
     fused, _ = build(op)
     flat = operands(op, fused, inputs(op, 5, grad=False))
     operator = OPERATORS[op]
     needs = [flat[i] is not None for i in operator.differentiable]
-    with mode, composition_scope(torch.device("cpu"), "ieee"):
+    with mode, torch.no_grad():
         # The compositions themselves, on shapes alone: an .item() or a branch on data raises.
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in flat]
         result = operator._compose_forward(*fakes)
         grads = operator._compose_backward(torch.empty_like(result), *fakes, needs)
-    assert [g.shape for g in grads] == [flat[i].shape for i in operator.differentiable if needs]
+    wanted = [flat[i] for i in operator.differentiable if flat[i] is not None]
+    assert [g.shape for g in grads] == [t.shape for t in wanted]
 
 
 @pytest.mark.gpu
@@ -379,7 +388,7 @@ def test_h21_capture_on_the_second_gpu():
     run_script(CAPTURE.format(device="cuda:1"))
 
 
-# H22: the gradient contract of data-parallel training --------------------------------------------------
+# H22: the gradient contract of data-parallel training ---------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -412,7 +421,7 @@ class Block(nn.Module):
 
 
 def train(rank: int, device: str, folder: str) -> None:
-    """One of two ranks; the second has an empty batch. Leaves weights and warnings in ``folder``."""
+    """One of two ranks; the second has an empty batch. Saves weights and warnings in ``folder``."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",

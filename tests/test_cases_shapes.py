@@ -129,9 +129,9 @@ def test_h05_matmul_inner_size_and_columns(device, inner, columns):
 
 
 def test_h05_indivisible_heads_are_refused_by_the_constructor():
-    with pytest.raises(ValueError, match="msa_dim must be a multiple of num_heads.*100.*3"):
+    with pytest.raises(ValueError, match=r"msa_dim must be a multiple of num_heads.*100.*3"):
         fused_ops.MSARowAttention(100, 16, 3)
-    with pytest.raises(ValueError, match="node_dim must be a multiple of num_heads.*100.*3"):
+    with pytest.raises(ValueError, match=r"node_dim must be a multiple of num_heads.*100.*3"):
         fused_ops.InvariantPointAttention(100, 16, 3, 4, 4)
 
 

@@ -16,7 +16,7 @@ from fused_ops.testing import relative_error
 LIMIT = 2**31
 
 
-# H01: the triangular update beyond N = 2816 --------------------------------------------------------
+# H01: the triangular update beyond N = 2816 -------------------------------------------------------
 
 
 def last_rows(module, pair, mask, count):
@@ -105,7 +105,7 @@ def test_h01_far_corner_beyond_2816_residues(outgoing):
     assert_far_corner(2944, 192, 128, 128, outgoing, torch.bfloat16, "cuda")
 
 
-# H02: many rows --------------------------------------------------------------------------------------
+# H02: many rows -----------------------------------------------------------------------------------
 
 
 def assert_tail(pair, args, tail, count, dtype):
@@ -222,7 +222,7 @@ def test_h02_msa_of_more_than_2_to_the_32_elements():
     )
 
 
-# H03: tensor_matmul with more than 2^31 results, and L = 1 --------------------------------------------
+# H03: tensor_matmul with more than 2^31 results, and L = 1 ----------------------------------------
 
 LONG = [((1025, 128, 128, 32), (32, 128)), ((8209, 16, 32, 1), (1, 512))]
 

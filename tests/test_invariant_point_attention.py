@@ -225,7 +225,7 @@ def test_eight_thousand_angstrom_from_the_origin(device):
     with torch.no_grad():
         far = fused(node, pair, translations, rotations)
         near = fused(node, pair, translations - 8192.0, rotations)
-    assert relative_error(far, near) < 1e-6  # measured: 1e-8 to 1e-7
+    assert relative_error(far, near) < 1e-6  # measured: 3e-8 to 7e-8 over 8 seeds
 
 
 # Masks -------------------------------------------------------------------------------------------

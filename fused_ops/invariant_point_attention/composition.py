@@ -28,8 +28,15 @@ class _Block:
     """Some query rows of some batch elements: all rows, or a part of them of one element."""
 
     def __init__(
-        self, batch: slice, rows: slice, heads: int, outer: tuple[int, ...], pair: slice
+        self,
+        batch: slice,
+        rows: slice,
+        heads: int,
+        outer: tuple[int, ...],
+        pair: slice,
+        whole: bool,
     ) -> None:
+        self._whole = whole
         self.batch = batch
         """Of the flattened leading axes."""
         self.heads = slice(batch.start * heads, batch.stop * heads)
@@ -37,6 +44,14 @@ class _Block:
         self.rows = rows
         self.pair: tuple[int | slice, ...] = (*outer, pair, rows)
         """Index into the pair tensor as :class:`_Walk` views it."""
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """The heads of the block, all N, of ``tensor`` (L H, N, ...)."""
+        return tensor if self._whole else tensor[self.heads]
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """The heads and the rows of the block."""
+        return tensor if self._whole else tensor[self.heads, self.rows]
 
 
 class _Walk:
@@ -72,13 +87,16 @@ class _Walk:
             widest = max(self._heads, self.pair.shape[-1])
             together = _compose.block_length(device, widest * n * n)
         shared = self.pair.shape[-4] == 1
+        # For a small problem even slices that take everything cost time.
+        whole = rows == n and together >= self._batch and not self._outer
         for position, index in enumerate(_compose.lead_indices(self._outer)):
             outer = _compose.broadcast_index(index, tuple(self.pair.shape[:-4]))
             for batch in _compose.blocks(self._batch, together):
                 start = position * self._batch
                 flat = slice(start + batch.start, start + batch.stop)
                 for part in _compose.blocks(n, rows):
-                    yield _Block(flat, part, self._heads, outer, slice(0, 1) if shared else batch)
+                    pair = slice(0, 1) if shared else batch
+                    yield _Block(flat, part, self._heads, outer, pair, whole)
 
 
 class _Attention:
@@ -186,16 +204,16 @@ class _Attention:
     def weights(self, block: _Block, pair: Tensor) -> Tensor:
         """Attention weights (batch H, r, N) in the elementwise dtype."""
         n = self.length
-        heads, rows = block.heads, block.rows
+        rows = block.rows
         scores = torch.bmm(
-            self.weighted_q_features[heads, rows], self.k_features[heads].transpose(1, 2)
+            block.queries(self.weighted_q_features), block.keys(self.k_features).transpose(1, 2)
         ).to(self.math.elementwise)
         by_batch = scores.view(-1, self.heads, rows.stop - rows.start, n)
         # Row by row, so that the product's result has the keys innermost as the scores do.
         weight = self.pair_bias_weight.expand(pair.shape[0], -1, -1)
         bias = torch.bmm(weight, pair.transpose(1, 2))  # (batch r, H, N)
         by_batch.add_(bias.view(-1, by_batch.shape[2], self.heads, n).transpose(1, 2))
-        scores.baddbmm_(self.q[heads, rows], self.k[heads].transpose(1, 2), alpha=self.scale)
+        scores.baddbmm_(block.queries(self.q), block.keys(self.k).transpose(1, 2), alpha=self.scale)
         if self.absent is not None:
             by_batch.masked_fill_(self.absent[block.batch], float("-inf"))
         return torch.softmax(scores, dim=-1)
@@ -214,11 +232,11 @@ class _Gathered:
         """Gather with the ``weights`` of a block; ``wide`` is the same in geometry's dtype."""
         a, rows = self._attention, block.rows
         shape = (-1, a.heads, rows.stop - rows.start)
-        scalars = torch.bmm(weights, a.v[block.heads])
+        scalars = torch.bmm(weights, block.keys(a.v))
         self.features[block.batch, rows, : a.width].unflatten(-1, (a.heads, -1)).copy_(
             scalars.view(*shape, scalars.shape[-1]).transpose(1, 2)
         )
-        points = torch.bmm(wide, a.v_features[block.heads])
+        points = torch.bmm(wide, block.keys(a.v_features))
         self._points[block.batch, rows] = points.view(*shape, points.shape[-1]).transpose(1, 2)
 
     def finish(self) -> Tensor:
@@ -433,23 +451,25 @@ def backward(
         if need_output:
             gathered.add(block, weights, wide)
         if need_scalar_values:
-            d_v[heads].baddbmm_(weights.transpose(1, 2), d_scalars[heads, rows])
+            block.keys(d_v).baddbmm_(weights.transpose(1, 2), block.queries(d_scalars))
         if need_point_values:
-            d_v_points[heads].baddbmm_(wide.transpose(1, 2), d_points[heads, rows])
+            block.keys(d_v_points).baddbmm_(wide.transpose(1, 2), block.queries(d_points))
         if not need_logits:
             continue
         d_weights = torch.bmm(
-            d_point_features[heads, rows], a.v_features[heads].transpose(1, 2)
+            block.queries(d_point_features), block.keys(a.v_features).transpose(1, 2)
         ).to(e)
-        d_weights.baddbmm_(d_scalars[heads, rows], a.v[heads].transpose(1, 2))
+        d_weights.baddbmm_(block.queries(d_scalars), block.keys(a.v).transpose(1, 2))
         d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, e)
         if need_scalar_logits:
-            d_q[heads, rows] = torch.bmm(d_logits, a.k[heads]).mul_(a.scale)
-            d_k[heads].baddbmm_(d_logits.transpose(1, 2), a.q[heads, rows], alpha=a.scale)
+            d_q[heads, rows] = torch.bmm(d_logits, block.keys(a.k)).mul_(a.scale)
+            block.keys(d_k).baddbmm_(d_logits.transpose(1, 2), block.queries(a.q), alpha=a.scale)
         if need_point_logits:
             wide = d_logits.to(g)
-            q_moments[heads, rows] = torch.bmm(wide, a.k_features[heads])
-            k_moments[heads].baddbmm_(wide.transpose(1, 2), a.weighted_q_features[heads, rows])
+            q_moments[heads, rows] = torch.bmm(wide, block.keys(a.k_features))
+            block.keys(k_moments).baddbmm_(
+                wide.transpose(1, 2), block.queries(a.weighted_q_features)
+            )
         if need_bias:
             d_bias = d_logits.view(-1, a.heads, rows.stop - rows.start, a.length)
             if pair_rows.shape[0] != d_bias.shape[0] * d_bias.shape[2]:

@@ -143,6 +143,6 @@ class InvariantPointAttention(FusedModule, reference.InvariantPointAttention):
             "node_dim": module.q_proj.weight.shape[1],  # type: ignore[union-attr,index]
             "pair_dim": pair_dim,
             "num_heads": num_heads,
-            "num_query_points": module.q_pts.weight.shape[0] // (3 * num_heads),  # type: ignore
-            "num_value_points": module.v_pts.weight.shape[0] // (3 * num_heads),  # type: ignore
+            "num_query_points": module.q_pts.weight.shape[0] // (3 * num_heads),  # type: ignore[union-attr,index]
+            "num_value_points": module.v_pts.weight.shape[0] // (3 * num_heads),  # type: ignore[union-attr,index]
         }

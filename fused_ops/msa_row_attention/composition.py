@@ -291,6 +291,19 @@ def backward(
     return grads.result()
 
 
+# Blocks of this many elements keep a GPU busy.
+_ENOUGH_ELEMENTS = 1 << 20
+
+
+def _share(budget: int, total: int) -> int:
+    """Elements of a block when there are ``total``: of large problems no more than an eighth.
+
+    Without this a GPU, whose budget is large, would hold whole intermediates in fp32 where the
+    reference holds them in 16 bits. The CPU's budget is below all this.
+    """
+    return min(budget, max(_ENOUGH_ELEMENTS, total // 8))
+
+
 class _Chunk(NamedTuple):
     """A piece of the attention maps of a block of rows that is computed at once."""
 
@@ -349,14 +362,16 @@ class _Layout:
         self.rows_per_group = math.prod(lead[a] for a in shared) * self.rows_per_lead
 
         n = self.length
-        self._maps = max(1, budget // (n * n))
-        self._queries = min(n, max(1, budget // n))
+        rows, channels = self.groups * self.rows_per_group, max(msa[-1], width)
+        maps_budget = _share(budget, rows * num_heads * n * n)
+        self._maps = max(1, maps_budget // (n * n))
+        self._queries = min(n, max(1, maps_budget // n))
         self.whole_maps = self._queries == n
-        self._rows = max(1, budget // (n * max(msa[-1], width)))
+        self._rows = max(1, _share(budget, rows * n * channels) // (n * channels))
         fitting = min(self._rows, self._maps // num_heads)
         self.groups_per_block = max(1, min(self.groups, fitting // max(1, self.rows_per_group)))
-        rows = min(self._maps // num_heads, self._rows, self.groups * self.rows_per_group)
-        self.chunk_elements = max(1, rows) * min(self._maps, num_heads) * self._queries * n
+        at_once = max(1, min(self._maps // num_heads, self._rows, rows))
+        self.chunk_elements = at_once * min(self._maps, num_heads) * self._queries * n
 
     @staticmethod
     def of(msa: Tensor, pair: Tensor, num_heads: int, width: int) -> _Layout:
@@ -405,7 +420,7 @@ class _Layout:
         """The attention maps of a block of ``count`` rows, a cache's worth at a time."""
         h = self.num_heads
         every, whole = slice(0, h), slice(0, self.length)
-        if self._maps >= h:
+        if self.whole_maps and self._maps >= h:
             length = self._maps // h
             for rows in blocks(count, length):
                 maps = slice(rows.start * h, rows.stop * h)
@@ -484,7 +499,10 @@ class _PairBias:
         self._length = layout.length
         self._device = layout.device
         channels = max(pair.shape[-1], layout.num_heads)
-        self._block = _compose.block_length(self._device, layout.length * channels)
+        budget = _share(
+            _compose.block_length(self._device, 1), self._rows.length * layout.length * channels
+        )
+        self._block = max(1, budget // (layout.length * channels))
 
     def _blocks(self, groups: slice) -> Iterator[tuple[slice, slice]]:
         """Rows of the pair tensor, counted from the start of all groups and of these groups."""
@@ -512,7 +530,7 @@ class _PairBias:
 
     def backward(self, groups: slice, dbias: Tensor, grads: _compose.Gradients) -> None:
         """Carry the gradient of the bias on to the pair tensor and the parameters."""
-        m, e = self._math
+        m, _ = self._math
         heads = dbias.shape[0]
         need_norm = grads.needs("pair_norm_weight", "pair_norm_bias")
         need_weight = grads.needs("pair_bias_weight")
@@ -654,25 +672,22 @@ def _attention_weights(
     left, right = chunk.queries_of(q).transpose(1, 2), chunk.of(k)
     if left.dtype == logits.dtype:
         logits.baddbmm_(left, right, alpha=layout.scale)
+    elif left.device.type == "cuda":  # a large 16-bit product stays finite in fp32
+        torch.baddbmm(logits, left, right, out_dtype=logits.dtype, alpha=layout.scale, out=logits)
     else:
-        logits.add_(_wide_product(left, right), alpha=layout.scale)
+        logits.add_(torch.bmm(left, right), alpha=layout.scale)
     # In place: each row is read in full before it is written.
     return torch.softmax(logits, -1, out=logits)
-
-
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """16-bit operands, fp32 result where the device can, so that a large logit stays finite."""
-    if left.device.type == "cuda":
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left, right)
 
 
 def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """``out = left @ right`` for a contiguous ``out`` in the elementwise dtype."""
     if left.dtype == out.dtype:
         torch.bmm(left, right, out=out)
+    elif left.device.type == "cuda":
+        torch.bmm(left, right, out_dtype=out.dtype, out=out)
     else:
-        out.copy_(_wide_product(left, right))
+        out.copy_(torch.bmm(left, right))
 
 
 def _store(out: Tensor, chunk: _Chunk, left: Tensor, right: Tensor) -> None:

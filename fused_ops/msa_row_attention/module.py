@@ -96,7 +96,7 @@ class MSARowAttention(FusedModule, reference.MSARowAttention):
         draw: bool = True,
     ) -> list[Any]:
         _check.mask_needs_no_grad(NAME, "msa_mask", msa_mask)
-        dropout: float = self._modules["dropout"].p if self.training else 0.0  # type: ignore
+        dropout: float = self._modules["dropout"].p if self.training else 0.0  # type: ignore[assignment,union-attr]
         return [
             msa_repr,
             pair_repr,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,13 @@ DIFFERENTIABLE = ("a", "b")
 
 def forward(a: Tensor, b: Tensor, precision: str, dtype: torch.dtype | None) -> Tensor:
     """Result (*lead, K) for ``a`` (*lead, L) and ``b`` (L, K)."""
-    out = torch.empty((*a.shape[:-1], b.shape[1]), dtype=dtype or a.dtype, device=a.device)
-    _multiply(a, b, out, arithmetic(a.device, out.dtype))
+    result = dtype or a.dtype
+    math_ = arithmetic(a.device, result)
+    shape = (*a.shape[:-1], b.shape[1])
+    if a.dtype == b.dtype == result == math_.matmul and a.is_contiguous():
+        return torch.mm(a.reshape(math.prod(shape[:-1]), a.shape[-1]), b).view(shape)
+    out = torch.empty(shape, dtype=result, device=a.device)
+    _multiply(a, b, out, math_)
     return out
 
 

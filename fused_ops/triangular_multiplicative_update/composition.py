@@ -86,7 +86,7 @@ class _Problem:
 
 def _gated(x: Tensor, projection: Weights, gate: Weights, math_: Arithmetic) -> Tensor:
     """``proj(x) * sigmoid(gate(x))`` for ``x`` (rows, channels), returned as (hidden, rows)."""
-    product = torch.sigmoid(linear_channel_first(x, *gate, math_))
+    product = linear_channel_first(x, *gate, math_).sigmoid_()
     return product.mul_(linear_channel_first(x, *projection, math_))
 
 
@@ -216,7 +216,7 @@ def forward(
     for rows in blocks(total, p.row_block):
         raw = p.pair_rows[rows].reshape(-1, p.channels)
         gate_in = layer_norm(raw, *norm_in, eps, p.math)[0] if gate_normalized else raw
-        gate = torch.sigmoid(linear(gate_in, out_gate_weight, out_gate_bias, p.math))
+        gate = linear(gate_in, out_gate_weight, out_gate_bias, p.math).sigmoid_()
         y = layer_norm(
             o[:, rows].reshape(p.hidden, -1).t(),
             layer_norm_out_weight,

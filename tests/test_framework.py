@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ops promise to the framework around them."""
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+from helpers import evaluate, randomize
+from subjects import MASKED_OPS, MODULES, OPERATORS, OPS, SIZES, build, inputs, operands
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrizations, parametrize
+
+import fused_ops
+from fused_ops import functional, reference
+
+# Modules and the reference ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_state_dict_and_constructor_are_the_references(op):
+    fused, eager = getattr(fused_ops, MODULES[op]), getattr(reference, MODULES[op])
+    mine, theirs = fused(*SIZES[op]).state_dict(), eager(*SIZES[op]).state_dict()
+    assert list(mine) == list(theirs)
+    assert [t.shape for t in mine.values()] == [t.shape for t in theirs.values()]
+    ours = list(inspect.signature(fused).parameters.values())
+    if op != "tensor_matmul":
+        assert [(p.name, p.default) for p in ours[:-1]] == [
+            (p.name, p.default) for p in inspect.signature(eager).parameters.values()
+        ]
+    assert (ours[-1].name, ours[-1].kind) == ("precision", inspect.Parameter.KEYWORD_ONLY)
+    assert inspect.signature(fused.forward).parameters.keys() == (
+        inspect.signature(eager.forward).parameters.keys()
+    )
+    torch.manual_seed(0)
+    mine = fused(*SIZES[op]).state_dict()
+    torch.manual_seed(0)
+    theirs = eager(*SIZES[op]).state_dict()  # also drawn alike
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_from_reference_shares_parameters_and_mode(op, training):
+    eager = randomize(getattr(reference, MODULES[op])(*SIZES[op])).train(training)
+    for parameter in list(eager.parameters())[::2]:
+        parameter.requires_grad_(False)
+    state = torch.get_rng_state()
+    fused = getattr(fused_ops, MODULES[op]).from_reference(eager, precision="ieee")
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn only to be thrown away
+    assert fused.training is training and fused.precision == "ieee"
+    for (name, mine), (other, theirs) in zip(
+        fused.named_parameters(), eager.named_parameters(), strict=True
+    ):
+        assert name == other and mine is theirs, name
+    assert all(child.training is training for child in fused.children())
+
+
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_from_reference_refuses_what_does_not_fit(op):
+    cls = getattr(fused_ops, MODULES[op])
+    with pytest.raises(TypeError, match=rf"{MODULES[op]}.from_reference: module must .*got Linear"):
+        cls.from_reference(nn.Linear(2, 2))
+    eager = getattr(reference, MODULES[op])(*SIZES[op])
+    eager.extra = nn.Linear(2, 2)
+    with pytest.raises((RuntimeError, AttributeError, TypeError), match="extra"):
+        cls.from_reference(eager)
+    with pytest.raises(ValueError, match=f"{op}: precision must be .*'fp8'"):
+        cls.from_reference(getattr(reference, MODULES[op])(*SIZES[op]), precision="fp8")
+
+
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_from_reference_takes_over_eps(op):
+    eager = randomize(getattr(reference, MODULES[op])(*SIZES[op]))
+    for child in eager.children():
+        if isinstance(child, nn.LayerNorm):
+            child.eps = 0.1
+    args = inputs(op, 5)
+    fused = getattr(fused_ops, MODULES[op]).from_reference(eager)
+    torch.testing.assert_close(fused(*args), eager(*args), atol=1e-4, rtol=1e-4)
+
+
+# Names and documentation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [fused_ops, functional, reference], ids=lambda m: m.__name__)
+def test_public_names_exist_and_are_documented(module):
+    assert module.__doc__
+    for name in module.__all__:
+        value = getattr(module, name)
+        if name == "__version__":
+            assert re.fullmatch(r"\d+\.\d+\.\d+", value)
+            continue
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value) and issubclass(value, nn.Module):
+            assert value.forward.__doc__, f"{name}.forward"
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            assert signature.return_annotation is not inspect.Signature.empty, name
+            for parameter in signature.parameters.values():
+                assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
+    assert set(functional.__all__) == set(OPS)
+
+
+# explain() -------------------------------------------------------------------------------------------
+
+
+def on_device(module, device):
+    """Gives ``module`` uninitialised parameters on a device that may be fake."""
+    for child in module.modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                child._parameters[key] = nn.Parameter(empty)
+    return module
+
+
+def fake_case(op, mode, device="cuda", dtype=torch.float32, n=5):
+    """A module of ``op`` and arguments for it, all fake."""
+    fused, _ = build(op, dtype=dtype)
+    args = inputs(op, n, dtype=dtype, grad=False)
+    with mode:
+        on_device(fused, device)
+        return fused, [torch.empty(a.shape, dtype=a.dtype, device=device) for a in args]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine whose GPU, as far as anyone can ask, is an H100."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_explain_on_the_cpu(op, backward):
+    fused, _ = build(op)
+    told = fused_ops.explain(fused, *inputs(op, 5), backward=backward)
+    assert told.op == op and told.path == "composition" and told.kernel is None
+    assert told.launches is None and told.workspace_bytes == 0
+    assert told.reasons == ("CPU tensors",)
+    assert str(told) == f"{op}: PyTorch composition (CPU tensors)"
+
+
+@pytest.mark.skipif(
+    "90a" not in [str(a).removesuffix("+PTX") for a in fused_ops._library.build_info()["archs"]],
+    reason="not built for sm_90a",
+)
+def test_explain_names_the_kernel_of_an_fp32_matmul(hopper):
+    mode = FakeTensorMode()
+    with mode:
+        a, b = torch.empty(8, 64, 33, device="cuda"), torch.empty(33, 17, device="cuda")
+        told = fused_ops.explain(fused_ops.TensorMatmul(precision="ieee"), a, b)
+    assert told.path == "kernel" and told.reasons == ()
+    assert told.launches == 1 and len(told.tile) == 3
+    for text in ("tensor_matmul: kernel", told.kernel, "x".join(map(str, told.tile))):
+        assert text in str(told)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_runs_nothing_and_draws_nothing(hopper, op):
+    options = {"dropout": 0.5} if op == "msa_row_attention" else {}
+    mode = FakeTensorMode()
+    fused, args = fake_case(op, mode)
+    if options:
+        fused.dropout.p = options["dropout"]
+    before = torch.get_rng_state()
+    with mode, torch.profiler.profile() as profile:
+        told = fused_ops.explain(fused, *args)
+    assert told.op == op
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not [e.key for e in profile.key_averages() if e.key.startswith(("fused_ops::", "aten::r"))]
+
+
+def test_explain_refuses_other_modules_and_bad_inputs():
+    with pytest.raises(TypeError, match=r"explain: module must be a module of fused_ops, got Linear"):
+        fused_ops.explain(nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(ValueError, match=r"tensor_matmul: b must have shape .*got \(4, 5\)"):
+        fused_ops.explain(fused_ops.TensorMatmul(), torch.ones(2, 3), torch.ones(4, 5))
+
+
+# Fake and meta tensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_fake_cuda_results_and_gradients(hopper, op, dtype):
+    mode = FakeTensorMode()
+    fused, args = fake_case(op, mode, dtype=dtype)
+    real, _ = build(op, dtype=dtype)
+    expected = real(*inputs(op, 5, dtype=dtype))
+    with mode, torch.no_grad():
+        result = fused(*args)
+        assert (result.shape, result.dtype) == (expected.shape, dtype)
+        assert result.device.type == "cuda"
+        flat = operands(op, fused, args)
+        positions = OPERATORS[op].differentiable
+        for wanted in (positions, positions[:1], positions[-1:]):
+            needs = [i in wanted and flat[i] is not None for i in positions]
+            backward = getattr(torch.ops.fused_ops, f"{op}_backward")
+            grads = backward(torch.empty_like(result), *flat, needs)
+            tensors = [flat[i] for i, need in zip(positions, needs, strict=True) if need]
+            assert len(grads) == len(tensors)
+            for gradient, tensor in zip(grads, tensors, strict=True):
+                assert gradient.shape == tensor.shape and gradient.dtype == tensor.dtype
+                assert gradient.device == tensor.device
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_module_gives_meta_results_and_gradients(op):
+    fused, _ = build(op)
+    expected = fused(*inputs(op, 5))
+    fused = copy.deepcopy(fused).to("meta")
+    args = [a.detach().to("meta").requires_grad_(a.requires_grad) for a in inputs(op, 5)]
+    result = fused(*args)
+    assert result.is_meta and (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    result.sum().backward()
+    assert all(a.grad.is_meta and a.grad.shape == a.shape for a in args if a.requires_grad)
+    assert all(p.grad.shape == p.shape for p in fused.parameters())
+    assert fused_ops.explain(fused, *args).path == "composition"
+
+
+# Export, functional transforms, modes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_exports(op, strict):
+    fused, _ = build(op)
+    args = inputs(op, 5, grad=False)
+    with torch.no_grad():
+        program = torch.export.export(fused.eval(), tuple(args), strict=strict)
+        fresh = inputs(op, 5, grad=False)
+        assert torch.equal(program.module()(*fresh), fused(*fresh))
+    calls = [n for n in program.graph.nodes if "fused_ops" in str(n.target)]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_functional_gradient_is_the_gradient(op):
+    fused, _ = build(op)
+    args = inputs(op, 5)
+    expected = torch.autograd.grad(fused(*args).sum(), args[0])[0]
+    plain = [a.detach() for a in args]
+
+    def loss(first):
+        return fused(first, *plain[1:]).sum()
+
+    assert torch.equal(torch.func.grad(loss)(plain[0]), expected)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(plain[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_is_right_or_raises(op):
+    fused, _ = build(op)
+    args = [a.detach() for a in inputs(op, 5, (3,))]
+    dims = tuple(None if op == "tensor_matmul" and i == 1 else 0 for i in range(len(args)))
+    try:
+        with torch.no_grad():
+            result = torch.func.vmap(fused, in_dims=dims)(*args)
+    except RuntimeError as error:
+        assert "vmap" in str(error) or "batching rule" in str(error)
+    else:
+        torch.testing.assert_close(result, fused(*args), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inference_mode(op):
+    fused, _ = build(op)
+    args = inputs(op, 5)
+    expected = fused(*args)
+    with torch.inference_mode():
+        result = fused(*args)
+        assert result.is_inference() and torch.equal(result, expected)
+        made_inside = inputs(op, 5)
+        assert torch.equal(fused(*made_inside), fused(*[a.clone() for a in made_inside]))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_gradients_a_call_is_one_dispatch(op):
+    fused, _ = build(op)
+    args = inputs(op, 5)
+
+    def recorded(context):
+        with context, torch.profiler.profile() as profile:
+            fused(*args)
+        return [e.key for e in profile.events()]
+
+    for context in (torch.no_grad(), torch.inference_mode()):
+        names = recorded(context)
+        assert [n for n in names if n.startswith("fused_ops::")] == [f"fused_ops::{op}_forward"]
+        assert not [n for n in names if "autograd" in n.lower() or "Backward" in n]
+    with_gradients = recorded(torch.enable_grad())
+    assert f"{op}_autograd" in with_gradients  # the name the check above must not find
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_activation_checkpointing(op, use_reentrant):
+    fused, _ = build(op)
+    args = inputs(op, 5)
+    cotangent = torch.randn_like(fused(*args))
+    wanted = [a for a in args if a.requires_grad] + list(fused.parameters())
+
+    def gradients(call):
+        for tensor in wanted:
+            tensor.grad = None
+        call(*args).backward(cotangent)
+        return [t.grad for t in wanted]
+
+    plain = gradients(fused)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    again = gradients(lambda *a: checkpoint(fused, *a, use_reentrant=use_reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+# Parametrized and replaced submodules -------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+LINEAR = {
+    "triangular_multiplicative_update": "proj_a",
+    "msa_row_attention": "query",
+    "invariant_point_attention": "q_pts",
+}
+
+
+@pytest.mark.parametrize("how", ["parametrize", "weight_norm", "old weight_norm"])
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_parametrized_weights_are_used(op, how):
+    fused, _ = build(op)
+    eager = getattr(reference, MODULES[op])(*SIZES[op])
+    eager.load_state_dict(fused.state_dict())
+    args = inputs(op, 5)
+    plain = fused(*args)
+    for module in (fused, eager):
+        linear = getattr(module, LINEAR[op])
+        if how == "parametrize":
+            parametrize.register_parametrization(linear, "weight", Doubled())
+        elif how == "weight_norm":
+            parametrizations.weight_norm(linear)
+            with torch.no_grad():
+                linear.parametrizations.weight.original0.mul_(1.5)
+        else:
+            torch.nn.utils.weight_norm(linear)
+            with torch.no_grad():
+                linear.weight_g.mul_(1.5)
+    cotangent = torch.randn_like(plain)
+    ours, grads = evaluate(fused, args, cotangent)
+    theirs, their_grads = evaluate(eager, args, cotangent)
+    assert not torch.allclose(ours, plain)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for name, gradient in their_grads.items():
+        torch.testing.assert_close(grads[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
+
+
+def test_parametrized_head_weights_are_used():
+    fused, eager = build("invariant_point_attention")
+    args = inputs("invariant_point_attention", 5)
+    plain = fused(*args)
+    parametrize.register_parametrization(fused, "head_weights", Doubled())
+    with torch.no_grad():
+        eager.head_weights.mul_(2)
+    result = fused(*args)
+    assert not torch.allclose(result, plain)
+    torch.testing.assert_close(result, eager(*args), atol=1e-4, rtol=1e-4)
+
+
+class LowRank(nn.Module):
+    """An adapter as people put in the place of a linear."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        return 3 * nn.functional.linear(x, self.weight, self.bias)
+
+
+class Wrapped(nn.Module):
+    """Another that keeps the linear inside."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base = linear
+
+    def forward(self, x):
+        return 3 * self.base(x)
+
+
+@pytest.mark.parametrize("adapter", [LowRank, Wrapped, nn.Identity])
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_submodule_that_is_no_linear_is_refused(op, adapter):
+    fused, _ = build(op)
+    setattr(fused, LINEAR[op], adapter(getattr(fused, LINEAR[op])))
+    with pytest.raises(TypeError, match=rf"{LINEAR[op]} must be an nn.Linear.*{adapter.__name__}"):
+        fused(*inputs(op, 5))
+
+
+# Errors ---------------------------------------------------------------------------------------------------
+
+MASKS = {
+    "triangular_multiplicative_update": "pair_mask",
+    "msa_row_attention": "msa_mask",
+    "invariant_point_attention": "node_mask",
+}
+
+
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_mask_that_requires_grad_is_refused(op):
+    fused, _ = build(op)
+    *tensors, mask = inputs(op, 5)
+    mask.requires_grad_()
+    text = rf"{op}: {MASKS[op]} must not require a gradient .* got requires_grad=True"
+    with pytest.raises(ValueError, match=text):
+        fused(*tensors, mask)
+    with torch.no_grad():  # then nobody asks for it
+        assert torch.equal(fused(*tensors, mask), fused(*tensors, mask.detach()))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_precision_is_validated(op):
+    cls = getattr(fused_ops, MODULES[op])
+    for precision in ("fp8", "TF32", 32):
+        with pytest.raises(ValueError, match=rf"{op}: precision must be None, 'ieee' or 'tf32', got"):
+            cls(*SIZES[op], precision=precision)
+    for precision in (None, "ieee", "tf32"):
+        assert cls(*SIZES[op], precision=precision).precision == precision
+    fused = cls(*SIZES[op])
+    fused.precision = "fp8"
+    with pytest.raises(ValueError, match="'fp8'"):
+        fused(*inputs(op, 5))
+
+
+def wrong_arguments():
+    """(op, argument, wrong value, exception, what the message says of expected and got)."""
+    cases = []
+    ranks = {
+        "tensor_matmul": {"b": 2},
+        "triangular_multiplicative_update": {"pair": 3, "mask": 2, "proj_a_weight": 2},
+        "msa_row_attention": {"msa": 3, "pair": 3, "mask": 2, "query_weight": 2},
+        "invariant_point_attention": {
+            "node": 2,
+            "pair": 3,
+            "translations": 2,
+            "rotations": 3,
+            "node_mask": 1,
+            "q_proj_weight": 2,
+        },
+    }
+    for op in OPS:
+        fused, _ = build(op)
+        flat = operands(op, fused, inputs(op, 5, grad=False))
+        names = OPERATORS[op]._names
+        for name, value in zip(names, flat, strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue
+            grown = torch.cat([value, value[..., -1:]], -1)  # one more along the last axis
+            got = re.escape(str(tuple(grown.shape)))
+            # Of an input's last axis, the weights that read it are the ones that do not fit.
+            blamed = rf"{op}: (\w+ )?.*must have.*"
+            if name not in ranks[op] or name in ("mask", "translations", "rotations", "node_mask"):
+                blamed = rf"{op}: {name} must have shape .*got {got}"
+            cases.append(pytest.param(op, name, grown, ValueError, blamed, id=f"{op}-{name}-grown"))
+            if name in ranks[op]:
+                flat_value = value.reshape(-1)[0].expand([2] * (ranks[op][name] - 1))
+                got = re.escape(str(tuple(flat_value.shape)))
+                cases.append(
+                    pytest.param(
+                        op,
+                        name,
+                        flat_value,
+                        ValueError,
+                        rf"{op}: {name} must have shape .*got {got}",
+                        id=f"{op}-{name}-rank",
+                    )
+                )
+            for wrong in (value.to(torch.complex64), value.long()):
+                if "mask" in name and not wrong.is_complex():
+                    continue
+                cases.append(
+                    pytest.param(
+                        op,
+                        name,
+                        wrong,
+                        TypeError,
+                        rf"{op}: {name} must be .*float.*, got {wrong.dtype}",
+                        id=f"{op}-{name}-{wrong.dtype}",
+                    )
+                )
+            cases.append(
+                pytest.param(
+                    op,
+                    name,
+                    value.to("meta"),
+                    RuntimeError,
+                    rf"{op}: \w+ must be on the device of \w+, expected \w+, got \w+",
+                    id=f"{op}-{name}-device",
+                )
+            )
+    return cases
+
+
+@pytest.mark.parametrize(("op", "name", "wrong", "kind", "text"), wrong_arguments())
+def test_errors_name_op_argument_expected_and_got(op, name, wrong, kind, text):
+    fused, _ = build(op)
+    flat = operands(op, fused, inputs(op, 5, grad=False))
+    flat[OPERATORS[op]._names.index(name)] = wrong
+    with torch.no_grad(), pytest.raises(kind, match=text):
+        OPERATORS[op](*flat)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value", "text"),
+    [
+        ("msa_row_attention", "num_heads", 3, "query_weight must have a multiple of num_heads = 3.*8"),
+        ("msa_row_attention", "num_heads", 0, "num_heads = 0"),
+        ("msa_row_attention", "dropout", 1.5, r"dropout must be in \[0, 1\], got 1.5"),
+        ("msa_row_attention", "dropout_seed", torch.ones(2), r"dropout_seed must be one int64.*\(2,\)"),
+        ("msa_row_attention", "pair_norm_weight", torch.ones(6), "given together, got only one"),
+        ("invariant_point_attention", "num_heads", 5, "a multiple of num_heads = 5 rows, got 12"),
+        ("invariant_point_attention", "num_query_points", 0, "num_query_points must be at least 1"),
+        ("invariant_point_attention", "num_value_points", 4, r"v_pts_weight must have shape .*got"),
+    ],
+)
+def test_wrong_numbers_are_named(op, name, value, text):
+    fused, _ = build(op)
+    flat = operands(op, fused, inputs(op, 5, grad=False))
+    flat[OPERATORS[op]._names.index(name)] = value
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{op}: .*{text}"):
+        OPERATORS[op](*flat)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_backward_op_checks_its_arguments(op):
+    fused, _ = build(op)
+    flat = operands(op, fused, inputs(op, 5, grad=False))
+    backward = getattr(torch.ops.fused_ops, f"{op}_backward")
+    needs = [flat[i] is not None for i in OPERATORS[op].differentiable]
+    with torch.no_grad():
+        result = OPERATORS[op](*flat)
+        with pytest.raises(ValueError, match=rf"{op}: grad must have shape .*got \(2, 3\)"):
+            backward(torch.ones(2, 3), *flat, needs)
+        with pytest.raises(ValueError, match=rf"{op}: needs must have {len(needs)} entries, got 1"):
+            backward(torch.ones_like(result), *flat, [True])
