@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+_STORED = _FLOATS - {torch.float64}
 
 
 def shape(op: str, name: str, tensor: Tensor, expected: tuple[int, ...], text: str) -> None:
     """Require ``tensor.shape == expected``; ``text`` names the axes, e.g. ``(hidden, pair)``."""
-    if tuple(tensor.shape) != expected:
+    if tensor.shape != expected:
         raise ValueError(
             f"{op}: {name} must have shape {text} = {expected}, got {tuple(tensor.shape)}"
         )
@@ -45,7 +46,7 @@ def trailing(
     """Require the last axes to be ``expected``; returns the leading ones."""
     rank_at_least(op, name, tensor, len(expected), text)
     split = tensor.dim() - len(expected)
-    if tuple(tensor.shape[split:]) != expected:
+    if tensor.shape[split:] != expected:
         raise ValueError(
             f"{op}: {name} must have shape {text} with trailing axes {expected}, "
             f"got {tuple(tensor.shape)}"
@@ -84,10 +85,9 @@ def result_dtype(
     if result not in _FLOATS:
         raise TypeError(f"{op}: dtype must be a floating dtype, got {result}")
     double = any(t.dtype == torch.float64 for t in activations.values())
+    allowed = {torch.float64} if double else _STORED
     for name, parameter in parameters.items():
-        if parameter is None:
-            continue
-        if parameter.dtype not in _FLOATS or (parameter.dtype == torch.float64) != double:
+        if parameter is not None and parameter.dtype not in allowed:
             expected = "float64" if double else "float32, bfloat16 or float16"
             raise TypeError(
                 f"{op}: {name} must be {expected} when {first_name} is {first.dtype}, "

@@ -8,6 +8,7 @@ the input in blocks, and its backward recomputes what the forward did not keep.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -40,7 +41,20 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
     """
     if dtype == torch.float64:
         return Arithmetic(torch.float64, torch.float64)
-    return Arithmetic(torch.float32 if device.type == "cpu" else dtype, torch.float32)
+    if device.type == "cpu" and not _cpu_multiplies(dtype):
+        return Arithmetic(torch.float32, torch.float32)
+    return Arithmetic(dtype, torch.float32)
+
+
+@functools.cache
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has fast matrix products in ``dtype`` on this CPU."""
+    if dtype == torch.float32:
+        return True
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
 
 
 def geometry_dtype(device: torch.device) -> torch.dtype:
@@ -129,30 +143,37 @@ class Rows:
             position += last - first
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)`` without the price of calling it where nothing changes: a small problem
+    asks thirty times."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, math_: Arithmetic) -> Tensor:
     """``x @ weight.T + bias`` with operands in the matmul dtype, result in the elementwise one."""
     out = functional.linear(
-        x.to(math_.matmul),
-        weight.to(math_.matmul),
-        None if bias is None else bias.to(math_.matmul),
+        cast(x, math_.matmul),
+        cast(weight, math_.matmul),
+        None if bias is None else cast(bias, math_.matmul),
     )
-    return out.to(math_.elementwise)
+    return cast(out, math_.elementwise)
 
 
 def linear_channel_first(
     x: Tensor, weight: Tensor, bias: Tensor | None, math_: Arithmetic
 ) -> Tensor:
     """Like :func:`linear` for ``x`` (rows, in), but returned as (out, rows)."""
-    columns = x.to(math_.matmul).t()
-    w = weight.to(math_.matmul)
+    columns = cast(x, math_.matmul).t()
+    w = cast(weight, math_.matmul)
     if bias is None:
-        return torch.mm(w, columns).to(math_.elementwise)
-    return torch.addmm(bias.to(math_.matmul).unsqueeze(1), w, columns).to(math_.elementwise)
+        return cast(torch.mm(w, columns), math_.elementwise)
+    out = torch.addmm(cast(bias, math_.matmul).unsqueeze(1), w, columns)
+    return cast(out, math_.elementwise)
 
 
 def matmul(a: Tensor, b: Tensor, math_: Arithmetic) -> Tensor:
     """``a @ b`` with operands in the matmul dtype, result in the elementwise one."""
-    return torch.matmul(a.to(math_.matmul), b.to(math_.matmul)).to(math_.elementwise)
+    return cast(torch.matmul(cast(a, math_.matmul), cast(b, math_.matmul)), math_.elementwise)
 
 
 def layer_norm(
@@ -160,7 +181,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last axis in the elementwise dtype; returns (y, mean, rstd)."""
     e = math_.elementwise
-    return torch.native_layer_norm(x.to(e), [x.shape[-1]], weight.to(e), bias.to(e), eps)
+    return torch.native_layer_norm(cast(x, e), [x.shape[-1]], cast(weight, e), cast(bias, e), eps)
 
 
 def layer_norm_backward(
@@ -176,13 +197,13 @@ def layer_norm_backward(
     """Gradients of :func:`layer_norm` with respect to (x, weight, bias)."""
     e = math_.elementwise
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        grad.to(e),
-        x.to(e),
+        cast(grad, e),
+        cast(x, e),
         [x.shape[-1]],
         mean,
         rstd,
-        weight.to(e),
-        bias.to(e),
+        cast(weight, e),
+        cast(bias, e),
         [True, need_parameters, need_parameters],
     )
     return dx, dweight, dbias

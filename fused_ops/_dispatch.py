@@ -34,6 +34,7 @@ class Query(NamedTuple):
 
     op: str
     shapes: dict[str, list[int]]
+    strides: dict[str, list[int]]
     dtype: torch.dtype
     precision: str
     device: torch.device
@@ -44,7 +45,9 @@ class Query(NamedTuple):
         if self.device.type == "cuda":
             capability = torch.cuda.get_device_capability(self.device)
         dtype = str(self.dtype).removeprefix("torch.")
-        return _library.plan(self.op, self.shapes, dtype, self.precision, capability, backward)
+        return _library.plan(
+            self.op, self.shapes, self.strides, dtype, self.precision, capability, backward
+        )
 
 
 class Result(NamedTuple):
@@ -166,9 +169,13 @@ class Operator:
         """The planner's question for a call with ``args``; checks them first."""
         result = self.check(*args)
         named = dict(zip(self._names, args, strict=True))
-        return Query(
-            self.name, self._shapes(named), result.dtype, named["precision"], result.device
-        )
+        shapes = self._shapes(named)
+        strides = {
+            name: list(named[name].stride())
+            for name in shapes
+            if isinstance(named.get(name), Tensor)
+        }
+        return Query(self.name, shapes, strides, result.dtype, named["precision"], result.device)
 
     # Registration -------------------------------------------------------------------------------
 

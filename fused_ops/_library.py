@@ -89,6 +89,7 @@ def build_info() -> dict[str, Any]:
 def plan(
     op: str,
     shapes: dict[str, list[int]],
+    strides: dict[str, list[int]],
     dtype: str,
     precision: str,
     capability: tuple[int, int] | None,
@@ -100,7 +101,9 @@ def plan(
         return _composition(problems)
     if _planner is None:
         return _composition(["CPU tensors"])
-    return dict(_planner.plan(op, shapes, dtype, precision, capability, backward=backward))
+    return dict(
+        _planner.plan(op, shapes, dtype, precision, capability, strides=strides, backward=backward)
+    )
 
 
 def _composition(reasons: list[str]) -> dict[str, Any]:

@@ -50,9 +50,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _composition_scope(
-    device: torch.device, dtype: torch.dtype, precision: str
-) -> Iterator[None]:
+def _composition_scope(device: torch.device, dtype: torch.dtype, precision: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device.type):

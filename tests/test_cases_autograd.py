@@ -138,7 +138,7 @@ def test_h15_memory_is_flat_over_fifty_forwards_without_backward(device, op):
         gc.enable()
 
 
-# H16: dropout -------------------------------------------------------------------------------------
+# H16: dropout ------------------------------------------------------------------------------------
 
 
 def dropout_case(device, **options):
@@ -276,7 +276,7 @@ def test_h16_everything_dropped_leaves_the_bias(device):
     assert not args[0].grad.any()
 
 
-# H17: deterministic mode --------------------------------------------------------------------------
+# H17: deterministic mode -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -309,8 +309,8 @@ def test_h17_deterministic_mode_changes_no_number(device, op, monkeypatch):
     fused, _ = build(op, device=device)
     args = inputs(op, 33, device=device)
     cotangent = torch.randn_like(fused(*args))
-    value, grads = evaluate(fused, args, cotangent)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    value, grads = evaluate(fused, args, cotangent)
     torch.use_deterministic_algorithms(True)
     try:
         strict_value, strict_grads = evaluate(fused, args, cotangent)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Case H18: torch.compile, fake kernels, autocast inside a compiled region, dynamic lengths."""
 
+import warnings
+
 import pytest
 import torch
-from helpers import assert_compiles, evaluate, opcheck
+from helpers import assert_compiles, evaluate
 from subjects import OPERATORS, OPS, build, inputs, operands
 
 
@@ -19,10 +21,29 @@ def permuted(args):
     return out
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_h18_opcheck_of_permuted_inputs(device, op):
+def test_h18_opcheck_of_permuted_inputs(device, op, dtype):
+    """Schema, fake kernel and autograd registration, also as autocast calls the op.
+
+    The rooms' own tests run every check of opcheck, the slow ones too.
+    """
     fused, _ = build(op, device=device)
-    opcheck(OPERATORS[op], operands(op, fused, permuted(inputs(op, 4, device=device))))
+    flat = operands(op, fused, permuted(inputs(op, 4, device=device)))
+    flat[-1] = dtype
+    operator, ops = OPERATORS[op], torch.ops.fused_ops
+    needs = [flat[i] is not None for i in operator.differentiable]
+    grad = torch.randn(operator.check(*flat).shape, device=device).to(dtype or torch.float32)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # autograd's note on ops without registered autograd
+        for name, args in (
+            (op, flat),
+            (f"{op}_forward", flat),
+            (f"{op}_backward", [grad.transpose(1, 2).contiguous().transpose(1, 2), *flat, needs]),
+            (f"{op}_composition", [*flat, ""]),
+        ):
+            torch.library.opcheck(getattr(ops, name).default, tuple(args), test_utils=checks)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -84,7 +105,7 @@ def test_h18_dropout_compiles_and_differs_from_call_to_call(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["tensor_matmul", "msa_row_attention"])  # a kernel, a composition
 def test_h18_inductor(op):
     torch._dynamo.reset()
     fused, _ = build(op, device="cuda")

@@ -34,7 +34,7 @@ def assert_same(ours, theirs, tolerance=SAME):
         assert off <= tolerance * max(gradient.norm().item(), 1e-2 * largest), name
 
 
-# H04: short, odd and padded lengths ---------------------------------------------------------------
+# H04: short, odd and padded lengths --------------------------------------------------------------
 
 LENGTHS = (1, 2, 3, 5, 17, 31, 33, 43, 63, 65, 127, 129)
 
@@ -96,7 +96,7 @@ def test_h04_short_and_odd_lengths_of_a_matmul(device, n):
     assert_parity(fused, eager, inputs("tensor_matmul", n, (1,), device=device), torch.float32)
 
 
-# H05: channel and head sizes ----------------------------------------------------------------------
+# H05: channel and head sizes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("d", "heads"), [(264, 8), (1024, 4), (8, 8), (96, 4), (100, 5)])
@@ -135,7 +135,7 @@ def test_h05_indivisible_heads_are_refused_by_the_constructor():
         fused_ops.InvariantPointAttention(100, 16, 3, 4, 4)
 
 
-# H06: zero-size inputs ----------------------------------------------------------------------------
+# H06: zero-size inputs ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "rows", "n"), [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
@@ -168,7 +168,7 @@ def test_h06_matmul_over_nothing_gives_zeros(device):
     assert empty.shape == (2, 0)
 
 
-# H07: non-contiguous inputs and output gradients ------------------------------------------------
+# H07: non-contiguous inputs and output gradients -------------------------------------------------
 
 
 def shrunk(tensor):
@@ -236,7 +236,7 @@ def test_h07_non_contiguous_output_gradients(device, op):
         assert relative_error(ours, theirs) <= SAME
 
 
-# H08: leading axes and a broadcast pair ---------------------------------------------------------
+# H08: leading axes and a broadcast pair ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import ROUNDING, as_double, evaluate, in_double
 from subjects import build, msa, randn, tri
+from torch._subclasses import FakeTensorMode
 
 import fused_ops
 from fused_ops.testing import relative_error
@@ -16,7 +17,7 @@ from fused_ops.testing import relative_error
 LIMIT = 2**31
 
 
-# H01: the triangular update beyond N = 2816 -------------------------------------------------------
+# H01: the triangular update beyond N = 2816 ------------------------------------------------------
 
 
 def last_rows(module, pair, mask, count):
@@ -105,7 +106,7 @@ def test_h01_far_corner_beyond_2816_residues(outgoing):
     assert_far_corner(2944, 192, 128, 128, outgoing, torch.bfloat16, "cuda")
 
 
-# H02: many rows -----------------------------------------------------------------------------------
+# H02: many rows ----------------------------------------------------------------------------------
 
 
 def assert_tail(pair, args, tail, count, dtype):
@@ -222,7 +223,7 @@ def test_h02_msa_of_more_than_2_to_the_32_elements():
     )
 
 
-# H03: tensor_matmul with more than 2^31 results, and L = 1 ----------------------------------------
+# H03: tensor_matmul with more than 2^31 results, and L = 1 ---------------------------------------
 
 LONG = [((1025, 128, 128, 32), (32, 128)), ((8209, 16, 32, 1), (1, 512))]
 
@@ -236,10 +237,19 @@ def test_h03_shapes_of_more_than_2_to_the_31_results(a, b):
     assert result.stride() == torch.empty(result.shape, device="meta").stride()
     grads = torch.autograd.grad(result, [left, right], torch.empty_like(result))
     assert [g.shape for g in grads] == [a, b]
-    plan = fused_ops._library.plan(
-        "tensor_matmul", {"a": list(a), "b": list(b)}, "float32", "ieee", (9, 0)
-    )
-    assert plan["path"] == "kernel" and plan["launches"] == 1, plan
+
+
+@pytest.mark.parametrize(("a", "b"), LONG)
+def test_h03_one_kernel_takes_more_than_2_to_the_31_results(a, b, monkeypatch):
+    archs = fused_ops._library.build_info()["archs"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode():
+        arguments = torch.empty(a, device="cuda"), torch.empty(b, device="cuda")
+        told = fused_ops.explain(fused_ops.TensorMatmul(precision="ieee"), *arguments)
+    if any(str(arch).startswith("90") for arch in archs):
+        assert (told.path, told.launches) == ("kernel", 1), told
+    else:  # built without CUDA or for other devices: never because of the size
+        assert told.path == "composition" and "tiles" not in str(told)
 
 
 def test_h03_matmul_with_one_inner_element(device):
@@ -270,8 +280,6 @@ def test_h03_matmul_of_more_than_2_to_the_31_results(a, b, dtype):
     for i in (0, -1):
         assert relative_error(d_left[i], piece.double() @ right.double().t()) <= tolerance
     summed = left.detach().sum(0, dtype=torch.float64).flatten(0, -2)
-    # Measured on sums of 1.7e7 terms in fp32: a few roundings beyond the result's own.
-    assert (
-        relative_error(d_right, summed.t() @ piece.double().flatten(0, -2))
-        <= 256 * 2**-24 + (ROUNDING[dtype])
-    )
+    # Sums of 4e6 to 1.7e7 terms in fp32: not yet measured, 256 is the growth of sqrt(65536).
+    error = relative_error(d_right, summed.t() @ piece.double().flatten(0, -2))
+    assert error <= 256 * 2**-24 + ROUNDING[dtype]

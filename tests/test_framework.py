@@ -11,12 +11,12 @@ from helpers import evaluate, randomize
 from subjects import MASKED_OPS, MODULES, OPERATORS, OPS, SIZES, build, inputs, operands
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fused_ops
 from fused_ops import functional, reference
 
-# Modules and the reference ---------------------------------------------------------------------------
+# Modules and the reference -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -82,7 +82,7 @@ def test_from_reference_takes_over_eps(op):
     torch.testing.assert_close(fused(*args), eager(*args), atol=1e-4, rtol=1e-4)
 
 
-# Names and documentation -----------------------------------------------------------------------------
+# Names and documentation -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", [fused_ops, functional, reference], ids=lambda m: m.__name__)
@@ -104,7 +104,7 @@ def test_public_names_exist_and_are_documented(module):
     assert set(functional.__all__) == set(OPS)
 
 
-# explain() -------------------------------------------------------------------------------------------
+# explain() ---------------------------------------------------------------------------------------
 
 
 def on_device(module, device):
@@ -170,17 +170,21 @@ def test_explain_runs_nothing_and_draws_nothing(hopper, op):
         told = fused_ops.explain(fused, *args)
     assert told.op == op
     assert torch.equal(torch.get_rng_state(), before)
-    assert not [e.key for e in profile.key_averages() if e.key.startswith(("fused_ops::", "aten::r"))]
+    assert not [
+        e.key for e in profile.key_averages() if e.key.startswith(("fused_ops::", "aten::r"))
+    ]
 
 
 def test_explain_refuses_other_modules_and_bad_inputs():
-    with pytest.raises(TypeError, match=r"explain: module must be a module of fused_ops, got Linear"):
+    with pytest.raises(
+        TypeError, match=r"explain: module must be a module of fused_ops, got Linear"
+    ):
         fused_ops.explain(nn.Linear(2, 2), torch.ones(2))
     with pytest.raises(ValueError, match=r"tensor_matmul: b must have shape .*got \(4, 5\)"):
         fused_ops.explain(fused_ops.TensorMatmul(), torch.ones(2, 3), torch.ones(4, 5))
 
 
-# Fake and meta tensors ---------------------------------------------------------------------------------
+# Fake and meta tensors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -221,7 +225,7 @@ def test_meta_module_gives_meta_results_and_gradients(op):
     assert fused_ops.explain(fused, *args).path == "composition"
 
 
-# Export, functional transforms, modes --------------------------------------------------------------------
+# Export, functional transforms, modes ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -316,7 +320,7 @@ def test_activation_checkpointing(op, use_reentrant):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-# Parametrized and replaced submodules -------------------------------------------------------------------
+# Parametrized and replaced submodules ------------------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -331,7 +335,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("how", ["parametrize", "weight_norm", "old weight_norm"])
+@pytest.mark.parametrize("how", ["parametrize", "weight_norm"])
 @pytest.mark.parametrize("op", MASKED_OPS)
 def test_parametrized_weights_are_used(op, how):
     fused, _ = build(op)
@@ -343,14 +347,10 @@ def test_parametrized_weights_are_used(op, how):
         linear = getattr(module, LINEAR[op])
         if how == "parametrize":
             parametrize.register_parametrization(linear, "weight", Doubled())
-        elif how == "weight_norm":
+        else:
             parametrizations.weight_norm(linear)
             with torch.no_grad():
                 linear.parametrizations.weight.original0.mul_(1.5)
-        else:
-            torch.nn.utils.weight_norm(linear)
-            with torch.no_grad():
-                linear.weight_g.mul_(1.5)
     cotangent = torch.randn_like(plain)
     ours, grads = evaluate(fused, args, cotangent)
     theirs, their_grads = evaluate(eager, args, cotangent)
@@ -360,8 +360,39 @@ def test_parametrized_weights_are_used(op, how):
         torch.testing.assert_close(grads[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
 
 
+HOOKS = {  # (installs a hook that computes the weight before each forward, what it computes from)
+    "weight_norm": (torch.nn.utils.weight_norm, "weight_g"),
+    "spectral_norm": (torch.nn.utils.spectral_norm, "weight_orig"),
+    "pruning": (lambda m: prune.random_unstructured(m, "weight", 0.5), "weight_orig"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", HOOKS)
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_weights_that_a_hook_computes_are_right_or_refused(op, how):
+    fused, eager = build(op)
+    fused, eager = copy.deepcopy(fused).eval(), copy.deepcopy(eager).eval()
+    args = inputs(op, 5, grad=False)
+    for module in (fused, eager):
+        linear = getattr(module, LINEAR[op])
+        install, source = HOOKS[how]
+        torch.manual_seed(0)
+        install(linear)
+        with torch.no_grad():  # as an optimizer step does: the weight is stale until the hook runs
+            getattr(linear, source).mul_(torch.linspace(1, 3, linear.weight.shape[0])[:, None])
+    try:
+        with torch.no_grad():
+            result = fused(*args)
+    except TypeError as error:
+        assert LINEAR[op] in str(error) and "hook" in str(error)
+    else:
+        torch.testing.assert_close(result, eager(*args), atol=1e-4, rtol=1e-4)
+
+
 def test_parametrized_head_weights_are_used():
     fused, eager = build("invariant_point_attention")
+    eager = copy.deepcopy(eager)
     args = inputs("invariant_point_attention", 5)
     plain = fused(*args)
     parametrize.register_parametrization(fused, "head_weights", Doubled())
@@ -372,8 +403,8 @@ def test_parametrized_head_weights_are_used():
     torch.testing.assert_close(result, eager(*args), atol=1e-4, rtol=1e-4)
 
 
-class LowRank(nn.Module):
-    """An adapter as people put in the place of a linear."""
+class Scaled(nn.Module):
+    """An adapter as people put in the place of a linear, with parameters of the same names."""
 
     def __init__(self, linear):
         super().__init__()
@@ -394,16 +425,32 @@ class Wrapped(nn.Module):
         return 3 * self.base(x)
 
 
-@pytest.mark.parametrize("adapter", [LowRank, Wrapped, nn.Identity])
+class Subclass(nn.Linear):
+    """And one that is a linear, but computes something else."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.load_state_dict(linear.state_dict())
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("adapter", [Scaled, Wrapped, Subclass, nn.Identity])
 @pytest.mark.parametrize("op", MASKED_OPS)
 def test_submodule_that_is_no_linear_is_refused(op, adapter):
     fused, _ = build(op)
-    setattr(fused, LINEAR[op], adapter(getattr(fused, LINEAR[op])))
+    replacement, args = adapter(getattr(fused, LINEAR[op])), inputs(op, 5)
+
+    def use():  # refused at once, or when called
+        setattr(fused, LINEAR[op], replacement)
+        fused(*args)
+
     with pytest.raises(TypeError, match=rf"{LINEAR[op]} must be an nn.Linear.*{adapter.__name__}"):
-        fused(*inputs(op, 5))
+        use()
 
 
-# Errors ---------------------------------------------------------------------------------------------------
+# Errors ------------------------------------------------------------------------------------------
 
 MASKS = {
     "triangular_multiplicative_update": "pair_mask",
@@ -428,7 +475,9 @@ def test_mask_that_requires_grad_is_refused(op):
 def test_precision_is_validated(op):
     cls = getattr(fused_ops, MODULES[op])
     for precision in ("fp8", "TF32", 32):
-        with pytest.raises(ValueError, match=rf"{op}: precision must be None, 'ieee' or 'tf32', got"):
+        with pytest.raises(
+            ValueError, match=rf"{op}: precision must be None, 'ieee' or 'tf32', got"
+        ):
             cls(*SIZES[op], precision=precision)
     for precision in (None, "ieee", "tf32"):
         assert cls(*SIZES[op], precision=precision).precision == precision
@@ -438,91 +487,110 @@ def test_precision_is_validated(op):
         fused(*inputs(op, 5))
 
 
-def wrong_arguments():
-    """(op, argument, wrong value, exception, what the message says of expected and got)."""
-    cases = []
-    ranks = {
-        "tensor_matmul": {"b": 2},
-        "triangular_multiplicative_update": {"pair": 3, "mask": 2, "proj_a_weight": 2},
-        "msa_row_attention": {"msa": 3, "pair": 3, "mask": 2, "query_weight": 2},
-        "invariant_point_attention": {
-            "node": 2,
-            "pair": 3,
-            "translations": 2,
-            "rotations": 3,
-            "node_mask": 1,
-            "q_proj_weight": 2,
-        },
-    }
-    for op in OPS:
-        fused, _ = build(op)
-        flat = operands(op, fused, inputs(op, 5, grad=False))
-        names = OPERATORS[op]._names
-        for name, value in zip(names, flat, strict=True):
-            if not isinstance(value, torch.Tensor):
-                continue
-            grown = torch.cat([value, value[..., -1:]], -1)  # one more along the last axis
-            got = re.escape(str(tuple(grown.shape)))
-            # Of an input's last axis, the weights that read it are the ones that do not fit.
-            blamed = rf"{op}: (\w+ )?.*must have.*"
-            if name not in ranks[op] or name in ("mask", "translations", "rotations", "node_mask"):
-                blamed = rf"{op}: {name} must have shape .*got {got}"
-            cases.append(pytest.param(op, name, grown, ValueError, blamed, id=f"{op}-{name}-grown"))
-            if name in ranks[op]:
-                flat_value = value.reshape(-1)[0].expand([2] * (ranks[op][name] - 1))
-                got = re.escape(str(tuple(flat_value.shape)))
-                cases.append(
-                    pytest.param(
-                        op,
-                        name,
-                        flat_value,
-                        ValueError,
-                        rf"{op}: {name} must have shape .*got {got}",
-                        id=f"{op}-{name}-rank",
-                    )
-                )
-            for wrong in (value.to(torch.complex64), value.long()):
-                if "mask" in name and not wrong.is_complex():
-                    continue
-                cases.append(
-                    pytest.param(
-                        op,
-                        name,
-                        wrong,
-                        TypeError,
-                        rf"{op}: {name} must be .*float.*, got {wrong.dtype}",
-                        id=f"{op}-{name}-{wrong.dtype}",
-                    )
-                )
-            cases.append(
-                pytest.param(
-                    op,
-                    name,
-                    value.to("meta"),
-                    RuntimeError,
-                    rf"{op}: \w+ must be on the device of \w+, expected \w+, got \w+",
-                    id=f"{op}-{name}-device",
-                )
-            )
-    return cases
+RANKS = {  # of the arguments whose own rank is checked; the shapes of the others follow from them
+    "tensor_matmul": {"b": 2},
+    "triangular_multiplicative_update": {"pair": 3, "mask": 2, "proj_a_weight": 2},
+    "msa_row_attention": {"msa": 3, "pair": 3, "mask": 2, "query_weight": 2},
+    "invariant_point_attention": {
+        "node": 2,
+        "pair": 3,
+        "translations": 2,
+        "rotations": 3,
+        "node_mask": 1,
+        "q_proj_weight": 2,
+    },
+}
+DECIDE = {  # the size of their last axis is right by definition: what has to match it is blamed
+    "tensor_matmul": {"a": "b"},
+    "triangular_multiplicative_update": {
+        "pair": "layer_norm_in_weight",
+        "proj_a_weight": "proj_a_weight",
+    },
+    "msa_row_attention": {"msa": "layer_norm_weight", "pair": "pair_bias_weight"},
+    "invariant_point_attention": {"node": "layer_norm_weight", "pair": "pair_bias_weight"},
+}
 
 
-@pytest.mark.parametrize(("op", "name", "wrong", "kind", "text"), wrong_arguments())
-def test_errors_name_op_argument_expected_and_got(op, name, wrong, kind, text):
+TENSOR_ARGUMENTS = [  # (op, name) of every tensor that a plain call passes
+    (op, operator._names[i])
+    for op, operator in OPERATORS.items()
+    for i in operator._tensors
+    if operator._names[i] not in ("dropout_seed", "pair_norm_weight", "pair_norm_bias")
+]
+
+
+def assert_raises(op, name, change, kind, text):
     fused, _ = build(op)
     flat = operands(op, fused, inputs(op, 5, grad=False))
-    flat[OPERATORS[op]._names.index(name)] = wrong
+    position = OPERATORS[op]._names.index(name)
+    flat[position] = change(flat[position])
+    text = text.format(got=re.escape(str(tuple(flat[position].shape))), dtype=flat[position].dtype)
     with torch.no_grad(), pytest.raises(kind, match=text):
         OPERATORS[op](*flat)
+
+
+@pytest.mark.parametrize(("op", "name"), TENSOR_ARGUMENTS)
+def test_wrong_size_is_named(op, name):
+    if (op, name) == ("tensor_matmul", "b"):  # any number of columns is right
+
+        def grow(value):
+            return torch.cat([value, value[:1]])
+
+    else:
+
+        def grow(value):
+            return torch.cat([value, value[..., :1]], -1)
+
+    blamed = DECIDE[op].get(name, name)
+    got = "{got}" if blamed == name else r"\("
+    assert_raises(op, name, grow, ValueError, rf"{op}: {blamed} must have shape \(.*got {got}")
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in RANKS[op]])
+def test_wrong_rank_is_named(op, name):
+    axes = RANKS[op][name] - 1
+    text = rf"{op}: {name} must have shape \(.*got {{got}}"
+    assert_raises(op, name, lambda t: t.reshape(-1)[0].expand([2] * axes), ValueError, text)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize(("op", "name"), TENSOR_ARGUMENTS)
+def test_wrong_dtype_is_named(op, name, dtype):
+    if "mask" in name:
+        text = rf"{op}: {name} must be bool, integer or floating, got torch.complex64"
+        assert_raises(op, name, lambda t: t.to(torch.complex64), TypeError, text)
+        return
+    text = rf"{op}: {name} must be .*float.*, got {{dtype}}"
+    assert_raises(op, name, lambda t: t.to(dtype), TypeError, text)
+
+
+@pytest.mark.parametrize(("op", "name"), TENSOR_ARGUMENTS)
+def test_wrong_device_is_named(op, name):
+    first = OPERATORS[op]._names[0]
+    # Where the first is elsewhere, the second is the one that does not fit.
+    text = rf"{op}: {name} must be on the device of {first}, expected cpu, got meta"
+    if name == first:
+        text = rf"{op}: \w+ must be on the device of {first}, expected meta, got cpu"
+    assert_raises(op, name, lambda t: t.to("meta"), RuntimeError, text)
 
 
 @pytest.mark.parametrize(
     ("op", "name", "value", "text"),
     [
-        ("msa_row_attention", "num_heads", 3, "query_weight must have a multiple of num_heads = 3.*8"),
+        (
+            "msa_row_attention",
+            "num_heads",
+            3,
+            "query_weight must have a multiple of num_heads = 3.*8",
+        ),
         ("msa_row_attention", "num_heads", 0, "num_heads = 0"),
         ("msa_row_attention", "dropout", 1.5, r"dropout must be in \[0, 1\], got 1.5"),
-        ("msa_row_attention", "dropout_seed", torch.ones(2), r"dropout_seed must be one int64.*\(2,\)"),
+        (
+            "msa_row_attention",
+            "dropout_seed",
+            torch.ones(2),
+            r"dropout_seed must be one int64.*\(2,\)",
+        ),
         ("msa_row_attention", "pair_norm_weight", torch.ones(6), "given together, got only one"),
         ("invariant_point_attention", "num_heads", 5, "a multiple of num_heads = 5 rows, got 12"),
         ("invariant_point_attention", "num_query_points", 0, "num_query_points must be at least 1"),

@@ -29,7 +29,9 @@ SAME = 2e-6
 
 seeds = st.integers(0, 2**31 - 1)
 leads = st.lists(st.integers(1, 3), max_size=2).map(tuple)
-layouts = st.sampled_from(["plain", "permuted", "sliced", "every second", "reversed axes", "expanded"])
+layouts = st.sampled_from(
+    ["plain", "permuted", "sliced", "every second", "reversed axes", "expanded"]
+)
 mask_dtypes = st.sampled_from(
     [torch.bool, torch.uint8, torch.int64, torch.half, torch.bfloat16, torch.float32, torch.float64]
 )
@@ -156,7 +158,9 @@ def test_batch_order_only_permutes_the_result(op, n, batch, seed):
 
 @pytest.mark.parametrize("op", MASKED_OPS)
 @settings(FIXED, max_examples=12)
-@given(n=st.integers(1, 8), extra=st.integers(1, 9), scale=st.sampled_from([0.0, 1.0, 1e4]), seed=seeds)
+@given(
+    n=st.integers(1, 8), extra=st.integers(1, 9), scale=st.sampled_from([0.0, 1.0, 1e4]), seed=seeds
+)
 def test_padding_changes_nothing(op, n, extra, scale, seed):
     torch.manual_seed(seed)
     fused, _ = build(op)
@@ -196,7 +200,9 @@ def test_invariant_point_attention_does_not_see_a_rigid_motion(n, seed, distance
     torch.testing.assert_close(moved, fused(node, pair, t, r, mask), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @settings(FIXED)
 @given(lead=leads, inner=st.integers(0, 9), columns=st.integers(0, 9), seed=seeds)
 def test_matmul_of_integers_is_exact_and_linear(dtype, lead, inner, columns, seed):

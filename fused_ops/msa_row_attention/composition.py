@@ -293,15 +293,18 @@ def backward(
 
 # Blocks of this many elements keep a GPU busy.
 _ENOUGH_ELEMENTS = 1 << 20
+# A chunk of maps takes eight times the block that the shared budget allows on a GPU: the maps are
+# the bulk of the work, and with fewer at a time the host's calls would take longer than it.
+_DEVICE_MAPS = 8
 
 
 def _share(budget: int, total: int) -> int:
-    """Elements of a block when there are ``total``: of large problems no more than an eighth.
+    """Elements of a block when there are ``total``: of large problems no more than a quarter.
 
     Without this a GPU, whose budget is large, would hold whole intermediates in fp32 where the
     reference holds them in 16 bits. The CPU's budget is below all this.
     """
-    return min(budget, max(_ENOUGH_ELEMENTS, total // 8))
+    return min(budget, max(_ENOUGH_ELEMENTS, total // 4))
 
 
 class _Chunk(NamedTuple):
@@ -363,7 +366,8 @@ class _Layout:
 
         n = self.length
         rows, channels = self.groups * self.rows_per_group, max(msa[-1], width)
-        maps_budget = _share(budget, rows * num_heads * n * n)
+        maps_budget = budget if device.type == "cpu" else _DEVICE_MAPS * budget
+        maps_budget = _share(maps_budget, rows * num_heads * n * n)
         self._maps = max(1, maps_budget // (n * n))
         self._queries = min(n, max(1, maps_budget // n))
         self.whole_maps = self._queries == n

@@ -60,7 +60,7 @@ def tensor_matmul(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tens
     ValueError
         For a wrong shape or precision.
     TypeError
-        For dtypes that do not mix.
+        For dtypes that do not mix; on CUDA a ValueError, the nearest that C++ can raise.
     RuntimeError
         For tensors on different devices.
     """

@@ -20,6 +20,7 @@ from fused_ops._compose import (
     arithmetic,
     block_length,
     blocks,
+    cast,
     layer_norm,
     layer_norm_backward,
     linear,
@@ -77,11 +78,11 @@ class _Problem:
         """Mask of a block of rows as a (1, rows*n) factor."""
         if self.mask_rows is None:
             return None
-        return self.mask_rows[rows].reshape(1, -1).to(self.math.elementwise)
+        return cast(self.mask_rows[rows].reshape(1, -1), self.math.elementwise)
 
     def matrices(self, plane: Tensor) -> Tensor:
         """A (channels, batch*n, n) plane as (channels*batch, n, n) matrices."""
-        return plane.reshape(-1, self.n, self.n).to(self.math.matmul)
+        return cast(plane.reshape(-1, self.n, self.n), self.math.matmul)
 
 
 def _gated(x: Tensor, projection: Weights, gate: Weights, math_: Arithmetic) -> Tensor:
@@ -99,6 +100,8 @@ def _bmm(a: Tensor, b: Tensor, elementwise: torch.dtype) -> Tensor:
         return torch.bmm(a, b)
     if a.is_cuda:
         return torch.bmm(a, b, out_dtype=elementwise)
+    if a.dtype == torch.bfloat16:  # the range is that of fp32
+        return torch.bmm(a, b).to(elementwise)
     return torch.bmm(a.to(elementwise), b.to(elementwise))
 
 
