@@ -48,13 +48,13 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
 
 @functools.cache
 def _cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast matrix products in ``dtype`` on this CPU."""
-    if dtype == torch.float32:
-        return True
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+    """Whether PyTorch has fast matrix products in ``dtype`` on this CPU.
+
+    Not asked for fp16, whose results can overflow on the way (logits, the triangular sum).
+    """
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def geometry_dtype(device: torch.device) -> torch.dtype:
@@ -144,8 +144,10 @@ class Rows:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)`` without the price of calling it where nothing changes: a small problem
-    asks thirty times."""
+    """``tensor.to(dtype)``, without the price of the call where nothing changes.
+
+    A small problem asks thirty times.
+    """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

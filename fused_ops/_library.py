@@ -67,7 +67,7 @@ def _load_cuda_library() -> Status:
         return Status(
             False,
             f"{_LIBRARY_NAME} {__version__} could not be loaded into torch {torch.__version__} "
-            f"({error}); fused-ops needs torch >= 2.11",
+            f"({error.__cause__ or error}); fused-ops needs torch >= 2.11",
         )
     return Status(True, "")
 

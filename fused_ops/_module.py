@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -20,27 +21,41 @@ def linear_path(name: str, bias: bool = True) -> tuple[ParameterPath, ...]:
     return ((name, "weight"), (name, "bias")) if bias else ((name, "weight"),)
 
 
+_PLAIN = (nn.Linear, nn.LayerNorm)
+
+
 def gather(module: nn.Module, paths: Sequence[ParameterPath]) -> list[Tensor | None]:
     """Parameters of submodules, in order.
 
     Reading ``_modules`` and ``_parameters`` directly costs a fraction of attribute access and
-    cannot go stale. Parametrized submodules, whose weights are computed, take the slow way.
+    cannot go stale. Parametrized submodules, whose weights are computed, take the slow way; what
+    is neither plain nor parametrized is refused, since its forward would never be called.
     """
     children = module._modules
-    try:
-        return [children[name]._parameters[key] for name, key in paths]  # type: ignore[union-attr]
-    except (KeyError, AttributeError):
-        return [_attribute(module, name, key) for name, key in paths]
+    gathered = []
+    for name, key in paths:
+        child: Any = children.get(name)
+        if type(child) in _PLAIN and key in child._parameters:
+            gathered.append(child._parameters[key])
+        else:
+            gathered.append(_computed(module, name, key))
+    return gathered
 
 
-def _attribute(module: nn.Module, name: str, key: str) -> Tensor | None:
+def _computed(module: nn.Module, name: str, key: str) -> Tensor | None:
+    """A parameter that is not a plain entry of a plain submodule, if it is known to be current."""
     child = getattr(module, name)
-    if not isinstance(child, (nn.Linear, nn.LayerNorm)):
-        raise TypeError(
-            f"{type(module).__name__}: {name} must be an nn.Linear or nn.LayerNorm, whose "
-            f"parameters the fused op reads without calling it, got {type(child).__name__}"
-        )
-    return cast("Tensor | None", getattr(child, key))
+    parametrized = isinstance(child, _PLAIN) and nn.utils.parametrize.is_parametrized(child)
+    replica = type(child) in _PLAIN and getattr(child, "_is_replica", False)  # of DataParallel
+    if parametrized or replica:
+        return cast("Tensor | None", getattr(child, key))
+    what = type(child).__name__
+    if type(child) in _PLAIN:
+        what += f" whose {key} a hook computes"
+    raise TypeError(
+        f"{type(module).__name__}: {name} must be an nn.Linear or nn.LayerNorm, plain or "
+        f"parametrized, for the fused op reads its parameters without calling it, got {what}"
+    )
 
 
 class FusedModule(nn.Module):

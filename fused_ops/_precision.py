@@ -8,6 +8,7 @@ used and a compiled graph does not depend on hidden state.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -44,18 +45,29 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     As for ``nn.Linear``, float64 tensors are left alone.
     """
     device_type = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+    if tensor.dtype == torch.float64 or not _autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def _autocast_enabled(device_type: str) -> bool:
+    # "meta" knows no autocast, and older PyTorch raises when asked.
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+# The precision of cuBLAS products is a setting of the process. Compositions that depend on it take
+# turns, so that one thread's precision does not reach another's.
+_setting_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def _composition_scope(device: torch.device, dtype: torch.dtype, precision: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device.type):
+        if _autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda" and dtype == torch.float32:
+            stack.enter_context(_setting_lock)
             setting = torch.backends.cuda.matmul
             previous = setting.fp32_precision
             if previous != precision:
@@ -78,7 +90,7 @@ def run_composition(
     nothing_to_set = (
         (device.type == "cpu" or dtype != torch.float32)
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(device.type)
+        and not _autocast_enabled(device.type)
     )
     if nothing_to_set:  # small calls would spend a tenth of their time on the scope
         return function(*args)

@@ -379,7 +379,7 @@ def test_h13_the_flag_is_obeyed_by_every_product(fp32_precision, op, setter):
         "tensor_matmul": (),
         "triangular_multiplicative_update": (64, 64),
         "msa_row_attention": (64, 32, 2),
-        "invariant_point_attention": (64, 32, 2, 4, 4),
+        "invariant_point_attention": (64, 32, 8, 4, 4),
     }[op]
     fused, eager = build(op, *sizes, device="cuda")
     args = inputs(op, 128, (1,), device="cuda", sizes=sizes)

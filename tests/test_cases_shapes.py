@@ -103,7 +103,9 @@ def test_h04_short_and_odd_lengths_of_a_matmul(device, n):
 def test_h05_msa_channels_and_heads(device, d, heads):
     fused, eager = msa(d, 16, heads, device=device)
     args = inputs("msa_row_attention", 9, (1,), device=device, rows=2, sizes=(d, 16))
-    assert_parity(fused, eager, args, torch.float32)
+    # On an H200 cuBLAS sums the 1024 products of a projection in one chain for the composition's
+    # orientation and in several for the reference's: 8.1e-7 against 3.2e-7 at d = 1024.
+    assert_parity(fused, eager, args, torch.float32, factor=1.5 if device == "cpu" else 3.0)
 
 
 @pytest.mark.parametrize(("c", "hidden"), [(4, 1), (64, 96), (127, 127), (128, 256)])

