@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import platform
 import statistics
 import subprocess
@@ -175,6 +176,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str:
+    """The commit measured; ``FUSED_OPS_COMMIT`` names it where there is no repository."""
+    if named := os.environ.get("FUSED_OPS_COMMIT"):
+        return named
+
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", *args], capture_output=True, text=True, check=True

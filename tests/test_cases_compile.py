@@ -46,10 +46,11 @@ def test_h18_opcheck_of_permuted_inputs(device, op, dtype):
             torch.library.opcheck(getattr(ops, name).default, tuple(args), test_utils=checks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_h18_fake_kernels_give_the_strides_of_the_real_ones(device, op):
-    fused, _ = build(op, device=device)
-    args = permuted(inputs(op, 4, device=device))
+def test_h18_fake_kernels_give_dtypes_and_strides_of_the_real_ones(device, op, dtype):
+    fused, _ = build(op, dtype=dtype, device=device)
+    args = permuted(inputs(op, 4, dtype=dtype, device=device))
     flat = operands(op, fused, args)
     operator = OPERATORS[op]
     forward = getattr(torch.ops.fused_ops, f"{op}_forward")
