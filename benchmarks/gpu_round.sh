@@ -20,25 +20,22 @@ step() { # name, command...
 }
 
 sanitize() { # tool
-  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kns=forward_kernel \
+  timeout 60 compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kns=forward_kernel \
     "$PYTHON" benchmarks/sanitizer_cases.py >"$OUT/sanitizer-$1.txt" 2>&1 ||
     { tail -n 20 "$OUT/sanitizer-$1.txt"; return 1; }
   tail -n 1 "$OUT/sanitizer-$1.txt"
 }
 
 step report "$PYTHON" -m fused_ops
-step tests timeout 330 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
+step tests timeout 240 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
   --junitxml="$OUT/gpu-tests.xml"
 for tool in memcheck racecheck initcheck synccheck; do
   step "$tool" sanitize "$tool"
 done
-step benchmark "$PYTHON" -m benchmarks --device cuda --seconds 0.3 --output "$OUT/gpu.json"
+step benchmark timeout 120 "$PYTHON" -m benchmarks --device cuda --seconds 0.3 --output "$OUT/gpu.json"
 
-echo
-echo "GPU round on $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
-status=0
+steps=()
 for name in report tests memcheck racecheck initcheck synccheck benchmark; do
-  printf '  %-12s %s\n' "$name" "${verdict[$name]}"
-  case ${verdict[$name]} in FAILED*) status=1 ;; esac
+  steps+=("$name=${verdict[$name]}")
 done
-exit $status
+"$PYTHON" -m benchmarks.round_summary "$OUT" "${steps[@]}"

@@ -135,7 +135,7 @@ class _Attention:
         self.query_points = num_query_points
         self.value_points = num_value_points
         self.walk = _Walk(pair, lead, num_heads)
-        self.pair_bias_weight = pair_bias_weight.to(self.math.matmul)
+        self.pair_bias_weight = _compose.cast(pair_bias_weight, self.math.matmul)
         positions = self.batch * self.length
 
         # (L N, c)
@@ -198,7 +198,7 @@ class _Attention:
 
     def pair_rows(self, block: _Block) -> Tensor:
         """The pair block as (batch r, N, cz) in the matmul dtype; only the block is copied."""
-        pair = self.walk.pair[block.pair].to(self.math.matmul)
+        pair = _compose.cast(self.walk.pair[block.pair], self.math.matmul)
         return pair.reshape(-1, *pair.shape[-2:]).contiguous()
 
     def weights(self, block: _Block, pair: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def forward(
         gathered.add(block, weights, weights.to(a.geometry))
     gathered.finish()
     out = _compose.linear(gathered.features, out_proj_weight, out_proj_bias, a.math)
-    return out.to(dtype).view(node.shape)
+    return _compose.cast(out, dtype).view(node.shape)
 
 
 def backward(

@@ -71,7 +71,7 @@ def forward(
         pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
     )
     wq, wk, wv, wg, wo = (
-        w.to(math_.matmul)
+        _compose.cast(w, math_.matmul)
         for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
     )
     bg, bo = _column(gate_bias, math_), _cast(out_proj_bias, math_)
@@ -84,7 +84,7 @@ def forward(
             x, _, _ = _compose.layer_norm(
                 x_rows[rows], layer_norm_weight, layer_norm_bias, eps, math_
             )
-            x = x.to(math_.matmul)
+            x = _compose.cast(x, math_.matmul)
             xt = x.transpose(1, 2)
             q, k, v = (layout.heads(_project(w, xt)) for w in (wq, wk, wv))
             present = _Present.make(mask_rows, rows, e)
@@ -95,13 +95,13 @@ def forward(
                 )
                 if drop is not None:
                     weights.mul_(drop.keep(chunk, rows, e))
-                _store(attended, chunk, chunk.of(v), weights.to(v.dtype).transpose(1, 2))
+                _store(attended, chunk, chunk.of(v), _compose.cast(weights, v.dtype).transpose(1, 2))
             attended = attended.view(count, layout.width, layout.length)
-            gate = _project(wg, xt, bg).to(e).sigmoid_()
-            gated = _scaled(attended, drop).to(e).mul_(gate)
+            gate = _compose.cast(_project(wg, xt, bg), e).sigmoid_()
+            gated = _compose.cast(_scaled(attended, drop), e).mul_(gate)
             if present is not None:
                 present.zero_absent_rows(gated)
-            left = gated.to(math_.matmul).transpose(1, 2)
+            left = _compose.cast(gated, math_.matmul).transpose(1, 2)
             right = _each(wo.t(), count)
             target = out_rows[rows] if in_place else None
             if bo is None:
@@ -187,7 +187,7 @@ def backward(
         pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
     )
     wq, wk, wv, wg, wo = (
-        w.to(m) for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
+        _compose.cast(w, m) for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
     )
     bg = _column(gate_bias, math_)
 
@@ -209,7 +209,7 @@ def backward(
             x = normed.to(m)
             xt = x.transpose(1, 2)
             q, k, v = (layout.heads(_project(w, xt)) for w in (wq, wk, wv))
-            gate = _project(wg, xt, bg).to(e).sigmoid_()
+            gate = _compose.cast(_project(wg, xt, bg), e).sigmoid_()
             present = _Present.make(mask_rows, rows, e)
             dgated = dattended = None
             if need_cotangent:
@@ -497,7 +497,7 @@ class _PairBias:
         self._norm = None
         if norm_weight is not None and norm_bias is not None:  # both or neither
             self._norm = (norm_weight, norm_bias)
-        self._weight = weight.to(math_.matmul)
+        self._weight = _compose.cast(weight, math_.matmul)
         self._eps = eps
         self._math = math_
         self._length = layout.length
@@ -528,7 +528,7 @@ class _PairBias:
                 x, _, _ = _compose.layer_norm(x, *self._norm, self._eps, self._math)
             # Channel-first output straight from the product takes three times as long as the
             # product and the copy.
-            projected = torch.mm(x.to(m).reshape(-1, x.shape[-1]), self._weight.t())
+            projected = torch.mm(_compose.cast(x, m).reshape(-1, x.shape[-1]), self._weight.t())
             bias[:, local] = projected.view(-1, n, heads).permute(2, 0, 1)
         return bias
 
@@ -724,11 +724,11 @@ def _project(weight: Tensor, xt: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _cast(bias: Tensor | None, math_: Arithmetic) -> Tensor | None:
-    return None if bias is None else bias.to(math_.matmul)
+    return None if bias is None else _compose.cast(bias, math_.matmul)
 
 
 def _column(bias: Tensor | None, math_: Arithmetic) -> Tensor | None:
-    return None if bias is None else bias.to(math_.matmul).unsqueeze(1)
+    return None if bias is None else _compose.cast(bias, math_.matmul).unsqueeze(1)
 
 
 def _scaled(x: Tensor, drop: _Dropout | None) -> Tensor:
