@@ -111,6 +111,14 @@ class FusedModule(nn.Module):
             ) from error
         with torch.device("meta"):
             fused = cls(**arguments, precision=precision)
+        for name, child in fused.named_children():
+            theirs = getattr(module, name)
+            # The parameters of another kind of module would not say what it does.
+            if isinstance(theirs, nn.Module) and type(theirs) is not type(child):
+                raise TypeError(
+                    f"{cls.__name__}.from_reference: {name} must be a plain "
+                    f"nn.{type(child).__name__}, got {type(theirs).__name__}"
+                )
         for name in cls._optional_biases:
             if getattr(module, name).bias is None:
                 getattr(fused, name).register_parameter("bias", None)

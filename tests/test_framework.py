@@ -450,6 +450,17 @@ def test_submodule_that_is_no_linear_is_refused(op, adapter):
         use()
 
 
+@pytest.mark.parametrize("adapter", [Scaled, Subclass])
+@pytest.mark.parametrize("op", MASKED_OPS)
+def test_from_reference_refuses_an_adapter_with_the_same_parameters(op, adapter):
+    eager = getattr(reference, MODULES[op])(*SIZES[op])
+    setattr(eager, LINEAR[op], adapter(getattr(eager, LINEAR[op])))
+    with pytest.raises(
+        TypeError, match=rf"{LINEAR[op]} must be a plain nn.Linear.*{adapter.__name__}"
+    ):
+        getattr(fused_ops, MODULES[op]).from_reference(eager)
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 MASKS = {

@@ -95,7 +95,9 @@ def forward(
                 )
                 if drop is not None:
                     weights.mul_(drop.keep(chunk, rows, e))
-                _store(attended, chunk, chunk.of(v), _compose.cast(weights, v.dtype).transpose(1, 2))
+                _store(
+                    attended, chunk, chunk.of(v), _compose.cast(weights, v.dtype).transpose(1, 2)
+                )
             attended = attended.view(count, layout.width, layout.length)
             gate = _compose.cast(_project(wg, xt, bg), e).sigmoid_()
             gated = _compose.cast(_scaled(attended, drop), e).mul_(gate)
@@ -187,7 +189,8 @@ def backward(
         pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
     )
     wq, wk, wv, wg, wo = (
-        _compose.cast(w, m) for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
+        _compose.cast(w, m)
+        for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
     )
     bg = _column(gate_bias, math_)
 
