@@ -54,8 +54,11 @@ $(VENV)/torch:
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "== building fused-ops"
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e ".[demo,test]"
+	@echo "== building fused-ops, about a minute"
+	$(PIP) --no-build-isolation -e ".[demo,test]"
+	@$(BIN)/python -c "from fused_ops._library import build_info; b = build_info(); \
+	print('== built', b['version'], 'with CUDA kernels for ' + ', '.join(b['archs']) \
+	if b['archs'] else 'without CUDA kernels: nvcc was not found or FUSED_OPS_CUDA=0')"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/installed

@@ -169,15 +169,14 @@ def measure(
     def time_both(repeats: int) -> list[float]:
         return [median_time(call, args.device, warmup=0, repeats=repeats) for call in calls]
 
-    seconds = time_both(1)
-    repeats = min(int(args.seconds / sum(seconds)), 50)
-    if repeats > 1:
-        # The two take turns, so that a busy moment of the machine meets both.
-        rounds = min(repeats, 5)
-        seconds = [
-            statistics.median(times)
-            for times in zip(*(time_both(repeats // rounds) for _ in range(rounds)), strict=True)
-        ]
+    # Three calls at least, since one alone may meet a busy moment of the machine; and the two take
+    # turns, so that such a moment meets both.
+    repeats = min(max(int(args.seconds / sum(time_both(1))), 3), 50)
+    rounds = min(repeats, 5)
+    seconds = [
+        statistics.median(times)
+        for times in zip(*(time_both(repeats // rounds) for _ in range(rounds)), strict=True)
+    ]
     memory = [peak_memory(call, args.device) for call in calls]
     short = str(inputs[0].dtype).removeprefix("torch.")
     return Measurement(label, short, errors, seconds, memory, kernel)
@@ -283,7 +282,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", type=torch.device, default=torch.device(default_device), help="cpu or cuda")
     add("--output", type=Path, default=Path("myoglobin.png"), help="the picture")
     add("--rows", type=int, default=64, help="rows of the alignment, the query among them")
-    add("--seconds", type=float, default=0.5, help="of timing per module, at least one call")
+    add("--seconds", type=float, default=0.5, help="of timing per module, at least three calls")
     add("--seed", type=int, default=102, help="of weights, projections and the rotation")
     add("--msa-dim", type=int, default=256, help="channels of the MSA")
     add("--msa-heads", type=int, default=8, help="heads of the row attention")
@@ -378,13 +377,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(line, style="dim", highlight=False)
 
     console.print(
-        f"\nThe protein turned at random and moved by {SHIFT:.0f} Å; the output of invariant "
-        "point attention moved by"
+        f"\nThe protein was turned at random and moved by {SHIFT:.0f} Å. Relative change of the "
+        "output of invariant point attention:"
     )
     for item in invariances:
         console.print(
-            f"  {item.dtype}: fused {item.fused:.1e}, reference {item.eager:.1e} of its size "
-            f"(with axes that do not turn along: {item.control:.2f})"
+            f"  {item.dtype}: fused {item.fused:.1e}, reference {item.eager:.1e} "
+            f"(control, moved without turning the frames' axes: {item.control:.2f})"
         )
 
     picture, mismatch = make_picture(original, trajectory, protein, inputs, measurements)

@@ -10,6 +10,13 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64
 _STORED = _FLOATS - {torch.float64}
 
 
+def tensors(op: str, **values: object) -> None:
+    """Require every value to be a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+
+
 def shape(op: str, name: str, tensor: Tensor, expected: tuple[int, ...], text: str) -> None:
     """Require ``tensor.shape == expected``; ``text`` names the axes, e.g. ``(hidden, pair)``."""
     if tensor.shape != expected:
@@ -117,6 +124,8 @@ def mask_dtype(op: str, name: str, mask: Tensor | None) -> None:
 
 def mask_needs_no_grad(op: str, name: str, mask: Tensor | None) -> None:
     """Masks are not differentiated; asking for their gradient is an error, not a silent zero."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor or None, got {type(mask).__name__}")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: {name} must not require a gradient (masks are not differentiated), "

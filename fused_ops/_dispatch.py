@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_ops import _library
 from fused_ops._precision import run_composition
@@ -158,12 +159,22 @@ class Operator:
         """Run the op on positional arguments in schema order."""
         if torch.compiler.is_compiling():
             return self._public_op(*args)
+        if forward_ad._current_level >= 0:
+            self._refuse_forward_mode(args)
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 argument = args[i]
                 if argument is not None and argument.requires_grad:
                     return self._function.apply(*args)
         return self._forward_op(*args)
+
+    def _refuse_forward_mode(self, args: Sequence[Any]) -> None:
+        for i in self._tensors:
+            if args[i] is not None and forward_ad.unpack_dual(args[i]).tangent is not None:
+                raise RuntimeError(
+                    f"{self.name}: forward-mode derivatives (jvp, jacfwd, dual tensors) are not "
+                    f"supported, got {self._names[i]} with a tangent"
+                )
 
     def query(self, args: Sequence[Any]) -> Query:
         """The planner's question for a call with ``args``; checks them first."""
@@ -191,7 +202,7 @@ class Operator:
     def _run(self, *args: Any) -> Tensor:
         result = self.check(*args)
         self._warn(result, args, backward=False)
-        return self._compose(self._compose_forward, result, args[self._precision], args)
+        return self._compose_result(result, args)
 
     def _run_public(self, *args: Any) -> Tensor:
         with torch.no_grad():
@@ -217,7 +228,16 @@ class Operator:
         result = self.check(*inputs)
         if reason:
             _library.warn_composition(self.name, reason)
-        return self._compose(self._compose_forward, result, inputs[self._precision], inputs)
+        return self._compose_result(result, inputs)
+
+    def _compose_result(self, result: Result, args: Sequence[Any]) -> Tensor:
+        out = self._compose(self._compose_forward, result, args[self._precision], args)
+        if out._is_view():
+            # Autograd forbids in-place changes of a view that a Function returns; the same memory
+            # as a tensor of its own may be changed.
+            own = torch.empty(0, dtype=out.dtype, device=out.device)
+            return own.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+        return out
 
     @staticmethod
     def _compose(

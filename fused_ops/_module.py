@@ -49,7 +49,7 @@ def _computed(module: nn.Module, name: str, key: str) -> Tensor | None:
     replica = type(child) in _PLAIN and getattr(child, "_is_replica", False)  # of DataParallel
     if parametrized or replica:
         return cast("Tensor | None", getattr(child, key))
-    what = type(child).__name__
+    what = f"{type(child).__module__}.{type(child).__qualname__}"
     if type(child) in _PLAIN:
         what += f" whose {key} a hook computes"
     raise TypeError(

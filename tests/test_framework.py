@@ -461,6 +461,65 @@ def test_from_reference_refuses_an_adapter_with_the_same_parameters(op, adapter)
         getattr(fused_ops, MODULES[op]).from_reference(eager)
 
 
+# Results and arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [3, 70])
+@pytest.mark.parametrize("op", OPS)
+def test_result_may_be_changed_in_place(device, op, n, dtype):
+    """The usual ``out += residual``; a view returned by a Function would forbid it."""
+    fused, _ = build(op, dtype=dtype, device=device)
+    args = inputs(op, n, (1,), dtype=dtype, device=device)
+    expected = torch.autograd.grad((fused(*args) * 2).sum(), args[0])[0]
+    result = fused(*args)
+    assert not result._is_view()
+    result *= 2
+    assert torch.equal(torch.autograd.grad(result.sum(), args[0])[0], expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_is_refused_not_zero(op):
+    fused, _ = build(op)
+    fused.requires_grad_(False)
+    first, *others = inputs(op, 5, (1,), grad=False)
+    with pytest.raises(RuntimeError, match=f"{op}: forward-mode"):
+        torch.func.jvp(lambda x: fused(x, *others), (first,), (torch.ones_like(first),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(first, torch.ones_like(first))
+        with pytest.raises(RuntimeError, match=f"{op}: forward-mode"):
+            fused(dual, *others)
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], 2.0, "pair"], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_no_tensor_is_named(op, wrong):
+    fused, _ = build(op)
+    args = inputs(op, 5, (1,), grad=False)
+    first, second = [*inspect.signature(fused.forward).parameters][:2]
+    with pytest.raises(TypeError, match=f"{op}: {first} must be a torch.Tensor, got"):
+        fused(wrong, *args[1:])
+    if wrong is not None:
+        with pytest.raises(TypeError, match=f"{op}: {second} must be a torch.Tensor.*got"):
+            fused(args[0], wrong, *args[2:])
+
+
+def test_no_heads_are_refused():
+    for heads in (0, -4):
+        with pytest.raises(ValueError, match="num_heads"):
+            fused_ops.MSARowAttention(8, 4, heads)
+        with pytest.raises(ValueError, match="num_heads"):
+            fused_ops.InvariantPointAttention(8, 4, heads, 2, 2)
+
+
+def test_two_different_eps_are_refused():
+    eager = reference.TriangularMultiplicativeUpdate(8, 4)
+    eager.layer_norm_out.eps = 1e-3
+    fused = fused_ops.TriangularMultiplicativeUpdate.from_reference(eager)
+    with pytest.raises(ValueError, match=r"eps of layer_norm_in, expected 1e-05, got 0\.001"):
+        fused(torch.randn(1, 3, 3, 8))
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 MASKS = {

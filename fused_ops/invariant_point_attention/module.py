@@ -111,6 +111,13 @@ class InvariantPointAttention(FusedModule, reference.InvariantPointAttention):
         rotations: Tensor,
         node_mask: Tensor | None = None,
     ) -> list[Any]:
+        _check.tensors(
+            NAME,
+            node_repr=node_repr,
+            pair_repr=pair_repr,
+            translations=translations,
+            rotations=rotations,
+        )
         _check.mask_needs_no_grad(NAME, "node_mask", node_mask)
         try:
             head_weights = self._parameters["head_weights"]

@@ -256,6 +256,7 @@ def invariant_point_attention(
     RuntimeError
         For tensors on different devices.
     """
+    _check.tensors(NAME, node=node, pair=pair, translations=translations, rotations=rotations)
     _check.mask_needs_no_grad(NAME, "node_mask", node_mask)
     return OPERATOR(
         node,

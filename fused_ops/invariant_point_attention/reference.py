@@ -23,7 +23,7 @@ class InvariantPointAttention(nn.Module):
         num_value_points: int,
     ) -> None:
         super().__init__()
-        if node_dim % num_heads:
+        if num_heads < 1 or node_dim % num_heads:
             raise ValueError(
                 f"node_dim must be a multiple of num_heads, got {node_dim}, {num_heads}"
             )

@@ -95,8 +95,12 @@ class MSARowAttention(FusedModule, reference.MSARowAttention):
         *,
         draw: bool = True,
     ) -> list[Any]:
+        _check.tensors(NAME, msa_repr=msa_repr, pair_repr=pair_repr)
         _check.mask_needs_no_grad(NAME, "msa_mask", msa_mask)
-        dropout: float = self._modules["dropout"].p if self.training else 0.0  # type: ignore[assignment,union-attr]
+        child = self._modules["dropout"]
+        if type(child) is not nn.Dropout:
+            raise TypeError(f"{NAME}: dropout must be an nn.Dropout, got {type(child).__name__}")
+        dropout = child.p if self.training else 0.0
         return [
             msa_repr,
             pair_repr,

@@ -239,6 +239,7 @@ def msa_row_attention(
     RuntimeError
         For tensors on different devices.
     """
+    _check.tensors(NAME, msa=msa, pair=pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
     return OPERATOR(
         msa,

@@ -15,7 +15,7 @@ class MSARowAttention(nn.Module):
 
     def __init__(self, msa_dim: int, pair_dim: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        if msa_dim % num_heads:
+        if num_heads < 1 or msa_dim % num_heads:
             raise ValueError(f"msa_dim must be a multiple of num_heads, got {msa_dim}, {num_heads}")
         self.msa_dim = msa_dim
         self.pair_dim = pair_dim

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fused_ops import _check
 from fused_ops._dispatch import Query
 from fused_ops._module import FusedModule
 from fused_ops._precision import autocast_dtype, resolve_precision
@@ -36,12 +37,14 @@ class TensorMatmul(FusedModule, reference.TensorMatmul):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply ``a`` (..., L) by ``b`` (L, K); see :func:`fused_ops.tensor_matmul`."""
-        return OPERATOR(a, b, resolve_precision(NAME, self.precision), autocast_dtype(a))
+        return OPERATOR(*self._operands(a, b))
+
+    def _operands(self, a: Tensor, b: Tensor) -> list[Any]:
+        _check.tensors(NAME, a=a, b=b)
+        return [a, b, resolve_precision(NAME, self.precision), autocast_dtype(a)]
 
     def _query(self, *inputs: Any) -> Query:
-        a, b = inputs
-        precision = resolve_precision(NAME, self.precision)
-        return OPERATOR.query([a, b, precision, autocast_dtype(a)])
+        return OPERATOR.query(self._operands(*inputs))
 
     @classmethod
     def _arguments_of(cls, module: nn.Module) -> dict[str, Any]:

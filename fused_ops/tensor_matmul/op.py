@@ -64,4 +64,5 @@ def tensor_matmul(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tens
     RuntimeError
         For tensors on different devices.
     """
+    _check.tensors(NAME, a=a, b=b)
     return OPERATOR(a, b, resolve_precision(NAME, precision), autocast_dtype(a))

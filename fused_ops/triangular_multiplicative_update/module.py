@@ -85,14 +85,22 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
         return OPERATOR(*self._operands(pair_repr, pair_mask))
 
     def _operands(self, pair_repr: Tensor, pair_mask: Tensor | None = None) -> list[Any]:
+        _check.tensors(NAME, pair_repr=pair_repr)
         _check.mask_needs_no_grad(NAME, "pair_mask", pair_mask)
+        eps: float = self._modules["layer_norm_in"].eps  # type: ignore[union-attr,assignment]
+        eps_out = self._modules["layer_norm_out"].eps  # type: ignore[union-attr]
+        if eps != eps_out:
+            raise ValueError(
+                f"{NAME}: layer_norm_out must have the eps of layer_norm_in, expected {eps}, "
+                f"got {eps_out}"
+            )
         return [
             pair_repr,
             pair_mask,
             *gather(self, _PARAMETERS),
             self.direction == "outgoing",
             False,
-            self._modules["layer_norm_in"].eps,  # type: ignore[union-attr]
+            eps,
             resolve_precision(NAME, self.precision),
             autocast_dtype(pair_repr),
         ]

@@ -191,6 +191,7 @@ def triangular_multiplicative_update(
     """
     if direction not in ("incoming", "outgoing"):
         raise ValueError(f"{NAME}: direction must be 'incoming' or 'outgoing', got {direction!r}")
+    _check.tensors(NAME, pair=pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
     return OPERATOR(
         pair,
