@@ -15,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,7 @@ def measure(
     case: Case, device: torch.device, dtype_name: str, backward: bool, seconds: float
 ) -> dict[str, Any]:
     """Everything that is known of one case, as plain data; times in ms, memory in MiB."""
+    warnings.simplefilter("ignore")  # about compositions: the row says what ran
     dtype = DTYPES[dtype_name]
     fused, eager, inputs = prepare(case, device, dtype)
     runs = [_runner(module, inputs, backward) for module in (fused, eager)]
