@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstddef>
 
 #include "common/build_info.h"
 #include "common/check.h"
@@ -43,10 +44,16 @@ inline Capability device_capability(int device) {
 // shows, as always with CUDA, at a later call.
 template <class Params>
 void launch(const char* what, void (*kernel)(Params), unsigned grid_x, unsigned threads,
-            cudaStream_t stream, const Params& params) {
+            std::size_t shared_bytes, cudaStream_t stream, const Params& params) {
+  if (shared_bytes > 48 * 1024) {  // below, no permission is needed
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_bytes)),
+               what);
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_x);
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), what);
 }

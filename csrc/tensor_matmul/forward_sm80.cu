@@ -36,7 +36,7 @@ void launch_tile(const KernelParams& params, CUstream_st* stream) {
   const ForwardParams& p = params.problem;
   launch("tensor_matmul: launching forward_sm80", forward_kernel<tile>,
          static_cast<unsigned>(blocks(kTiles[tile], p.rows, p.columns)), kTiles[tile].threads(),
-         stream, params);
+         sizeof(SharedStorage<tile>), stream, params);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "common/cuda/device.h"
 #include "tensor_matmul/config.h"
 #include "tensor_matmul/tensor_matmul.h"
 
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kTiles[tile].threads(), kTiles[tile].min_block
   constexpr int kThreads = kTile.threads();
   static_assert(kTile.thread_rows % 4 == 0 && kTile.thread_columns % 4 == 0);
   static_assert(kTile.rows <= kThreads && kTile.columns <= kThreads);
-  __shared__ SharedStorage<tile> shared;
+  auto& shared = shared_memory<SharedStorage<tile>>();
 
   const ForwardParams& p = params.problem;
   // Blocks that share rows of A are neighbours in the grid, so those rows are read from L2.

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -25,10 +23,9 @@ def forward(a: Tensor, b: Tensor, precision: str, dtype: torch.dtype | None) -> 
     """Result (*lead, K) for ``a`` (*lead, L) and ``b`` (L, K)."""
     result = dtype or a.dtype
     math_ = arithmetic(a.device, result)
-    shape = (*a.shape[:-1], b.shape[1])
     if a.dtype == b.dtype == result == math_.matmul and a.is_contiguous():
-        return torch.mm(a.reshape(math.prod(shape[:-1]), a.shape[-1]), b).view(shape)
-    out = torch.empty(shape, dtype=result, device=a.device)
+        return torch.matmul(a, b)  # folds the leading axes without a copy
+    out = torch.empty((*a.shape[:-1], b.shape[1]), dtype=result, device=a.device)
     _multiply(a, b, out, math_)
     return out
 
