@@ -39,6 +39,22 @@ inline Capability device_capability(int device) {
   return {number / 10, number % 10};
 }
 
+// Of the current device.
+inline int multiprocessors() {
+  constexpr int kCached = 64;
+  static std::atomic<int> cache[kCached];
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "reading the current device");
+  const bool cached = device >= 0 && device < kCached;
+  int number = cached ? cache[device].load(std::memory_order_relaxed) : 0;
+  if (number == 0) {
+    check_cuda(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device),
+               "reading the number of multiprocessors");
+    if (cached) cache[device].store(number, std::memory_order_relaxed);
+  }
+  return number;
+}
+
 #ifdef __CUDACC__
 // Launches kernel(params) and checks the launch itself; what goes wrong while the kernel runs
 // shows, as always with CUDA, at a later call.

@@ -11,6 +11,7 @@
 
 #include "common/cuda/device.h"
 #include "tensor_matmul/config.h"
+#include "tensor_matmul/row_axes.cuh"
 #include "tensor_matmul/tensor_matmul.h"
 
 namespace fused_ops::tensor_matmul {
@@ -41,15 +42,6 @@ struct alignas(16) SharedStorage {
   SharedOperand<kTiles[tile].rows, kTiles[tile].inner> a;
   SharedOperand<kTiles[tile].columns, kTiles[tile].inner> b;
 };
-
-__device__ inline std::int64_t row_offset(const RowAxes& axes, std::int64_t row) {
-  std::int64_t offset = 0;
-  for (int i = axes.count - 1; i > 0; --i) {
-    offset += row % axes.size[i] * axes.stride[i];
-    row /= axes.size[i];
-  }
-  return offset + row * axes.stride[0];
-}
 
 // One thread's share of a slice of one operand, on its way from global to shared memory.
 template <int kLines, int kInner, int kThreads>

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// The product of split_forward_sm80.cuh with its warps specialised: one warpgroup copies and
+// splits, the others multiply and store. On Hopper warps can hand registers to each other, so that
+// those that multiply hold large tiles and need not share their issue slots with the splitting.
+#pragma once
+
+#include "common/cuda/sm90a/instructions.cuh"
+#include "tensor_matmul/split_tile.cuh"
+
+namespace fused_ops::tensor_matmul {
+
+template <int kRows, int kColumns, int kWarpRows, int kWarpColumns, int kStages>
+struct SplitForwardSpecialised {
+  struct Shared : SplitShared<kRows, kColumns, kStages> {
+    std::uint64_t full[kStages];   // a and b of a stage may be read
+    std::uint64_t empty[kStages];  // they may be written
+  };
+  static constexpr int kProducers = 128;
+  using Copies = SplitCopies<kRows, kColumns, kProducers, kStages>;
+  using Results = SplitResults<kRows, kColumns, kWarpRows, kWarpColumns, kStages>;
+  static constexpr int kConsumers = Results::kThreads;
+  static constexpr int kThreads = kProducers + kConsumers;
+  // 65536 registers for all; a multiple of 8 each.
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters =
+      (65536 - kProducers * kProducerRegisters) / kConsumers / 8 * 8;
+
+  // A stage and the number of times that the ring came round, modulo 2.
+  struct Slot {
+    int stage = 0;
+    int round = 0;
+    __device__ __forceinline__ void advance() {
+      if (++stage == kStages) {
+        stage = 0;
+        round ^= 1;
+      }
+    }
+  };
+
+  static __device__ __forceinline__ void produce(Shared& shared, const SplitParams& params,
+                                                 int thread) {
+    const Copies copies{shared, params, thread};
+    SplitStream a_at(params), b_at(params), at(params);
+    Slot a_slot, b_slot, slot;
+    copies.find_rows(a_at);
+    sm90a::named_barrier<1, kProducers>();
+    const auto copy_next_a = [&] {
+      if (a_at.row_tile >= params.row_tiles) return;
+      copies.copy_a(a_at, a_slot.stage);
+      a_slot.advance();
+      a_at.advance(params);
+      if (a_at.chunk == 0) copies.find_rows(a_at);
+    };
+    const auto copy_next_b = [&] {
+      if (b_at.row_tile >= params.row_tiles) return;
+      sm90a::mbarrier_wait(&shared.empty[b_slot.stage], b_slot.round ^ 1);
+      copies.copy_b(b_at, b_slot.stage);
+      b_slot.advance();
+      b_at.advance(params);
+    };
+    copy_next_a();
+    sm80::cp_async_commit();
+    sm90a::named_barrier<1, kProducers>();
+    copy_next_a();
+    copy_next_b();
+    sm80::cp_async_commit();
+    while (at.row_tile < params.row_tiles) {
+      // Of the two groups under way the older one brought this chunk of A; the younger one brings
+      // its part of B, into the stage whose part of A is free as well.
+      sm80::cp_async_wait<1>();
+      sm90a::named_barrier<1, kProducers>();
+      copy_next_a();
+      copy_next_b();
+      sm80::cp_async_commit();
+      copies.split_a(slot.stage, slot.stage);
+      sm80::cp_async_wait<1>();
+      __syncwarp();
+      if (thread % 32 == 0) sm90a::mbarrier_arrive(&shared.full[slot.stage]);
+      slot.advance();
+      at.advance(params);
+    }
+    sm80::cp_async_wait<0>();
+  }
+
+  static __device__ __forceinline__ void consume(Shared& shared, const SplitParams& params,
+                                                 int thread) {
+    const Results results{shared, params, thread};
+    typename Results::Product product;
+    product.clear();
+    Slot slot;
+    for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
+      sm90a::mbarrier_wait(&shared.full[slot.stage], slot.round);
+      results.multiply(product, slot.stage);
+      __syncwarp();
+      if (thread % 32 == 0) sm90a::mbarrier_arrive(&shared.empty[slot.stage]);
+      slot.advance();
+      if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
+        results.store(product, at);
+        product.clear();
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run(const SplitParams& params) {
+    auto& shared = shared_memory<Shared>();
+    const int thread = thread_index();
+    if (thread < kStages) {
+      sm90a::mbarrier_init(&shared.full[thread], kProducers / 32);
+      sm90a::mbarrier_init(&shared.empty[thread], kConsumers / 32);
+    }
+    __syncthreads();
+    if (thread < kProducers) {
+      sm90a::give_registers<kProducerRegisters>();
+      produce(shared, params, thread);
+    } else {
+      sm90a::take_registers<kConsumerRegisters>();
+      consume(shared, params, thread - kProducers);
+    }
+  }
+};
+
+template <int kRows, int kColumns, int kWarpRows, int kWarpColumns, int kStages>
+__global__ void __launch_bounds__(
+    SplitForwardSpecialised<kRows, kColumns, kWarpRows, kWarpColumns, kStages>::kThreads, 1)
+    split_forward_specialised_kernel(const __grid_constant__ SplitParams params) {
+  SplitForwardSpecialised<kRows, kColumns, kWarpRows, kWarpColumns, kStages>::run(params);
+}
+
+}  // namespace fused_ops::tensor_matmul
