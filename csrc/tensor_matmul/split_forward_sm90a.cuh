@@ -20,30 +20,19 @@ struct SplitForwardSpecialised {
   using Results = SplitResults<kRows, kColumns, kWarpRows, kWarpColumns, kStages>;
   static constexpr int kConsumers = Results::kThreads;
   static constexpr int kThreads = kProducers + kConsumers;
-  // 65536 registers for all; a multiple of 8 each.
+  // The block has what it was launched with, a multiple of 8 for each thread; no more can be taken.
+  static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters =
-      (65536 - kProducers * kProducerRegisters) / kConsumers / 8 * 8;
-
-  // A stage and the number of times that the ring came round, modulo 2.
-  struct Slot {
-    int stage = 0;
-    int round = 0;
-    __device__ __forceinline__ void advance() {
-      if (++stage == kStages) {
-        stage = 0;
-        round ^= 1;
-      }
-    }
-  };
+      (kRegisters * kThreads - kProducerRegisters * kProducers) / kConsumers / 8 * 8;
 
   static __device__ __forceinline__ void produce(Shared& shared, const SplitParams& params,
                                                  int thread) {
     const Copies copies{shared, params, thread};
     SplitStream a_at(params), b_at(params), at(params);
-    Slot a_slot, b_slot, slot;
+    Slot<kStages> a_slot, b_slot, slot;
     copies.find_rows(a_at);
-    sm90a::named_barrier<1, kProducers>();
+    sm80::named_barrier<1, kProducers>();
     const auto copy_next_a = [&] {
       if (a_at.row_tile >= params.row_tiles) return;
       copies.copy_a(a_at, a_slot.stage);
@@ -53,14 +42,14 @@ struct SplitForwardSpecialised {
     };
     const auto copy_next_b = [&] {
       if (b_at.row_tile >= params.row_tiles) return;
-      sm90a::mbarrier_wait(&shared.empty[b_slot.stage], b_slot.round ^ 1);
+      sm80::mbarrier_wait(&shared.empty[b_slot.stage], b_slot.round ^ 1);
       copies.copy_b(b_at, b_slot.stage);
       b_slot.advance();
       b_at.advance(params);
     };
     copy_next_a();
     sm80::cp_async_commit();
-    sm90a::named_barrier<1, kProducers>();
+    sm80::named_barrier<1, kProducers>();
     copy_next_a();
     copy_next_b();
     sm80::cp_async_commit();
@@ -68,14 +57,14 @@ struct SplitForwardSpecialised {
       // Of the two groups under way the older one brought this chunk of A; the younger one brings
       // its part of B, into the stage whose part of A is free as well.
       sm80::cp_async_wait<1>();
-      sm90a::named_barrier<1, kProducers>();
+      sm80::named_barrier<1, kProducers>();
       copy_next_a();
       copy_next_b();
       sm80::cp_async_commit();
       copies.split_a(slot.stage, slot.stage);
       sm80::cp_async_wait<1>();
       __syncwarp();
-      if (thread % 32 == 0) sm90a::mbarrier_arrive(&shared.full[slot.stage]);
+      if (thread % 32 == 0) sm80::mbarrier_arrive(&shared.full[slot.stage]);
       slot.advance();
       at.advance(params);
     }
@@ -87,12 +76,12 @@ struct SplitForwardSpecialised {
     const Results results{shared, params, thread};
     typename Results::Product product;
     product.clear();
-    Slot slot;
+    Slot<kStages> slot;
     for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
-      sm90a::mbarrier_wait(&shared.full[slot.stage], slot.round);
+      sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
       results.multiply(product, slot.stage);
       __syncwarp();
-      if (thread % 32 == 0) sm90a::mbarrier_arrive(&shared.empty[slot.stage]);
+      if (thread % 32 == 0) sm80::mbarrier_arrive(&shared.empty[slot.stage]);
       slot.advance();
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);
@@ -105,8 +94,8 @@ struct SplitForwardSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm90a::mbarrier_init(&shared.full[thread], kProducers / 32);
-      sm90a::mbarrier_init(&shared.empty[thread], kConsumers / 32);
+      sm80::mbarrier_init(&shared.full[thread], kProducers / 32);
+      sm80::mbarrier_init(&shared.empty[thread], kConsumers / 32);
     }
     __syncthreads();
     if (thread < kProducers) {

@@ -63,6 +63,69 @@ struct SplitStream {
   }
 };
 
+// A stage of a ring and the number of times that the ring came round, modulo 2.
+template <int kStages>
+struct Slot {
+  int stage = 0;
+  int round = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      round ^= 1;
+    }
+  }
+};
+
+// Stores a warp's results at (first_row, first_column) of a contiguous (rows, columns) matrix, as
+// far as they lie inside. Returns whether all of this thread's are finite. `pairs`: two columns may
+// be stored at once.
+template <class Product>
+__device__ __forceinline__ bool store_results(const Product& product, float* matrix,
+                                              std::int64_t rows, std::int64_t columns,
+                                              std::int64_t first_row, std::int64_t first_column,
+                                              bool pairs, int lane) {
+  constexpr int kRows = Product::kRowTiles * 16;
+  constexpr int kColumns = Product::kColumnTiles * 8;
+  const std::int64_t row = first_row + lane / 4;
+  const std::int64_t column = first_column + lane % 4 * 2;
+  const bool whole = pairs && first_row + kRows <= rows && first_column + kColumns <= columns;
+  float* at = matrix + row * columns + column;
+  const auto x = [&](int i, int j) { return product.total[i / 2][j][i % 2 * 2]; };
+  const auto y = [&](int i, int j) { return product.total[i / 2][j][i % 2 * 2 + 1]; };
+  if (whole) {
+#pragma unroll
+    for (int i = 0; i < Product::kRowTiles * 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < Product::kColumnTiles; ++j) {
+        __stcs(reinterpret_cast<float2*>(at + j * 8), make_float2(x(i, j), y(i, j)));
+      }
+      at += columns * 8;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Product::kRowTiles * 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < Product::kColumnTiles; ++j) {
+        const bool inside = row + i * 8 < rows;
+        if (inside && column + j * 8 < columns) at[j * 8] = x(i, j);
+        if (inside && column + j * 8 + 1 < columns) at[j * 8 + 1] = y(i, j);
+      }
+      at += columns * 8;
+    }
+  }
+  float sums[4] = {};  // finite only if all results are
+#pragma unroll
+  for (int i = 0; i < Product::kRowTiles * 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < Product::kColumnTiles; ++j) {
+      sums[i % 2 * 2] += x(i, j);
+      sums[i % 2 * 2 + 1] += y(i, j);
+    }
+  }
+  const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return fabsf(sum) < __uint_as_float(0x7f800000u);
+}
+
 // The way of A and B into shared memory, by kThreads threads.
 template <int kRows, int kColumns, int kThreads, int kStages>
 struct SplitCopies {
@@ -232,8 +295,9 @@ struct SplitResults {
   }
 
   __device__ __forceinline__ void multiply(Product& product, int stage) const {
-    product.multiply(shared.a[stage], shared.b[stage], shared.undo[stage], warp_row(),
-                     warp_column(), thread % 32);
+    const int lane = thread % 32;
+    product.multiply(sm80::SplitLinesA(shared.a[stage], shared.undo[stage], warp_row(), lane),
+                     sm80::SplitLinesB(shared.b[stage], warp_column(), lane));
   }
 
   // Plain fp32 for the results of one thread, straight from global memory.
@@ -266,42 +330,19 @@ struct SplitResults {
     const std::int64_t first_row = static_cast<std::int64_t>(at.row_tile) * kRows + warp_row();
     const std::int64_t first_column =
         static_cast<std::int64_t>(at.column_tile) * kColumns + warp_column();
-    const std::int64_t row = first_row + lane / 4;
-    const std::int64_t column = first_column + lane % 4 * 2;
     const float* scales = &shared.column_scale[at.turn][warp_column() + lane % 4 * 2];
-    float sums[4] = {};  // show whether any result is not finite
 #pragma unroll
     for (int j = 0; j < Product::kColumnTiles; ++j) {
       const float2 scale = *reinterpret_cast<const float2*>(scales + j * 8);
 #pragma unroll
       for (int i = 0; i < Product::kRowTiles; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          product.total[i][j][e] *= e % 2 == 0 ? scale.x : scale.y;
-          sums[e] += product.total[i][j][e];
-        }
+        for (int e = 0; e < 4; ++e) product.total[i][j][e] *= e % 2 == 0 ? scale.x : scale.y;
       }
     }
-    float* c = p.c + row * p.columns + column;
-    const bool whole = params.c_vector && first_row + kWarpRows <= p.rows &&
-                       first_column + kWarpColumns <= p.columns;
-#pragma unroll
-    for (int i = 0; i < Product::kRowTiles * 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < Product::kColumnTiles; ++j) {
-        const float x = product.total[i / 2][j][i % 2 * 2];
-        const float y = product.total[i / 2][j][i % 2 * 2 + 1];
-        if (whole) {
-          __stcs(reinterpret_cast<float2*>(c + j * 8), make_float2(x, y));
-        } else if (row + i * 8 < p.rows) {
-          if (column + j * 8 < p.columns) c[j * 8] = x;
-          if (column + j * 8 + 1 < p.columns) c[j * 8 + 1] = y;
-        }
-      }
-      c += p.columns * 8;
-    }
-    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    if (!(fabsf(sum) < __uint_as_float(0x7f800000u))) redo(params, first_row, first_column);
+    const bool finite = store_results(product, p.c, p.rows, p.columns, first_row, first_column,
+                                      params.c_vector, lane);
+    if (!finite) redo(params, first_row, first_column);
   }
 };
 

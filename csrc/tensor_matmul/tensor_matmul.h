@@ -37,6 +37,20 @@ struct ForwardParams {
   std::int64_t b_column_stride = 0;
 };
 
+// C = A^T * G, a sum over all rows: the gradient of B from A and the gradient of the product.
+struct ReduceProblem {
+  const float* a = nullptr;
+  const float* g = nullptr;
+  float* c = nullptr;  // contiguous (lines, columns)
+  std::int64_t rows = 0;
+  std::int64_t lines = 0;  // the inner axis of the forward product
+  std::int64_t columns = 0;
+  RowAxes a_rows;
+  RowAxes g_rows;
+  std::int64_t a_line_stride = 0;
+  std::int64_t g_column_stride = 0;
+};
+
 // fp32 operands and accumulation, every shape and stride. `tile` indexes kTiles in config.h.
 // Does nothing for an empty C; throws std::runtime_error when the launch fails.
 void forward_sm80(const ForwardParams& params, int tile, CUstream_st* stream);

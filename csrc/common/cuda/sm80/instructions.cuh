@@ -137,6 +137,41 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
+// A barrier in shared memory. A phase ends when `count` arrivals were made; phases are numbered
+// from 0. What a thread wrote before it arrived is seen by those that wait for the phase to end.
+__device__ __forceinline__ void mbarrier_init(std::uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits until a phase of this parity (0 for even numbers) has ended: until the current phase is
+// another, so that right after mbarrier_init a wait with parity 1 does not block.
+__device__ __forceinline__ void mbarrier_wait(std::uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+#if __CUDA_ARCH__ >= 900
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"  // the thread may sleep
+#else
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// A meeting of `threads` threads of the block at one of its barriers 1 to 15.
+template <int barrier, int threads>
+__device__ __forceinline__ void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
+}
+
 }  // namespace fused_ops::sm80
 
 #endif  // __CUDACC__

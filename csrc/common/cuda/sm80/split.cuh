@@ -53,6 +53,140 @@ __device__ __forceinline__ void split_pair(float x, float y, std::uint32_t* hi, 
   *lo = pack_f16(x - rounded.x, y - rounded.y);
 }
 
+// Sixteen rows of the left operand, kSplitInner of the inner axis, as the MMA takes them.
+struct SplitFragmentA {
+  std::uint32_t hi[2][4];
+  std::uint32_t lo[2][4];
+};
+
+// Eight columns of the right one.
+struct SplitFragmentB {
+  std::uint32_t hi[2][2];
+  std::uint32_t lo[2][2];
+};
+
+__device__ __forceinline__ void take_slices(std::uint32_t (&to)[2][2],
+                                            const std::uint32_t (&four)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = four[i];
+}
+
+// A warp's view of an operand whose lines run along the inner axis. Lines a multiple of 8 apart
+// have the same order of pieces, and another piece is the same address with other bits flipped.
+class SplitLinesA {
+ public:
+  __device__ __forceinline__ SplitLinesA(const unsigned char* lines, const float* undo,
+                                         int first_row, int lane)
+      : at_(shared_address(lines + split_offset(first_row + lane % 16, lane / 16))),
+        undo_(undo + first_row + lane / 4) {}
+
+  __device__ __forceinline__ void load(int tile, SplitFragmentA* fragment) const {
+    const int offset = tile * 16 * kSplitLineBytes;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      ldmatrix_x4(fragment->lo[s], (at_ ^ (4 << 4 | s << 5)) + offset);
+      ldmatrix_x4(fragment->hi[s], (at_ ^ (s << 5)) + offset);
+    }
+  }
+
+  __device__ __forceinline__ float undo(int tile, int half) const {
+    return undo_[tile * 16 + half * 8];
+  }
+
+ private:
+  SharedAddress at_;
+  const float* undo_;
+};
+
+class SplitLinesB {
+ public:
+  static constexpr bool kScaled = false;  // the scales of its lines are undone elsewhere
+
+  __device__ __forceinline__ SplitLinesB(const unsigned char* lines, int first_column, int lane)
+      : at_(shared_address(lines + split_offset(first_column + lane % 8, lane / 8))) {}
+
+  __device__ __forceinline__ void load(int tile, SplitFragmentB* fragment) const {
+    const int offset = tile * 8 * kSplitLineBytes;
+    std::uint32_t four[4];
+    ldmatrix_x4(four, at_ + offset);
+    take_slices(fragment->hi, four);
+    ldmatrix_x4(four, (at_ ^ 4 << 4) + offset);
+    take_slices(fragment->lo, four);
+  }
+
+  __device__ __forceinline__ float undo(int, int) const { return 1.0f; }
+
+ private:
+  SharedAddress at_;
+};
+
+// The other order: kLines lines side by side, one row of them after the other along the inner axis,
+// first all halves hi, then all halves lo. A row's 16-byte pieces are ordered by the row, so that
+// eight rows read at one piece meet eight different groups of banks.
+template <int kLines>
+constexpr int kSplitAcrossBytes = kSplitInner * kLines * 2;  // of the halves hi, and of those lo
+
+template <int kLines>
+__device__ __forceinline__ int split_across_offset(int row, int line) {
+  return row * kLines * 2 + ((line / 8 ^ (row & 7)) << 4) + line % 8 * 2;
+}
+
+// Its views; the first line a warp takes is a multiple of 64.
+template <int kLines>
+class SplitAcrossA {
+ public:
+  __device__ __forceinline__ SplitAcrossA(const unsigned char* rows, const float* undo,
+                                          int first_line, int lane)
+      : at_(shared_address(
+            rows + split_across_offset<kLines>(lane % 8 + lane / 16 * 8, first_line + (lane & 8)))),
+        undo_(undo + first_line + lane / 4) {}
+
+  __device__ __forceinline__ void load(int tile, SplitFragmentA* fragment) const {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const SharedAddress at = (at_ ^ tile << 5) + s * 16 * kLines * 2;
+      ldmatrix_x4_trans(fragment->lo[s], at + kSplitAcrossBytes<kLines>);
+      ldmatrix_x4_trans(fragment->hi[s], at);
+    }
+  }
+
+  __device__ __forceinline__ float undo(int tile, int half) const {
+    return undo_[tile * 16 + half * 8];
+  }
+
+ private:
+  SharedAddress at_;
+  const float* undo_;
+};
+
+template <int kLines>
+class SplitAcrossB {
+ public:
+  static constexpr bool kScaled = true;
+
+  __device__ __forceinline__ SplitAcrossB(const unsigned char* rows, const float* undo,
+                                          int first_line, int lane)
+      : at_(shared_address(rows + split_across_offset<kLines>(lane, first_line))),
+        undo_(undo + first_line + lane % 4 * 2) {}
+
+  __device__ __forceinline__ void load(int tile, SplitFragmentB* fragment) const {
+    const SharedAddress at = at_ ^ tile << 4;
+    std::uint32_t four[4];
+    ldmatrix_x4_trans(four, at);
+    take_slices(fragment->hi, four);
+    ldmatrix_x4_trans(four, at + kSplitAcrossBytes<kLines>);
+    take_slices(fragment->lo, four);
+  }
+
+  __device__ __forceinline__ float undo(int tile, int which) const {
+    return undo_[tile * 8 + which];
+  }
+
+ private:
+  SharedAddress at_;
+  const float* undo_;
+};
+
 // One warp's part of a product of split operands: kRows x kColumns results.
 // Lane l holds, of each 16x8 tile, the results (l/4, 2*(l%4)), the next column, and both 8 rows on.
 template <int kRows, int kColumns>
@@ -73,27 +207,27 @@ struct SplitProduct {
     }
   }
 
-  // total += undo * (a * b) for kSplitInner of the inner axis. `a` and `b` are tiles of lines in
-  // shared memory, `undo` the scales of a's lines; the warp takes those from first_row and
-  // first_column on.
-  __device__ __forceinline__ void multiply(const unsigned char* a, const unsigned char* b,
-                                           const float* undo, int first_row, int first_column,
-                                           int lane) {
-    const SharedAddress a_at = shared_address(a + split_offset(first_row + lane % 16, lane / 16));
-    const SharedAddress b_at = shared_address(b + split_offset(first_column + lane % 8, lane / 8));
-    undo += first_row + lane / 4;
+  // total += undo * (a * b) for kSplitInner of the inner axis.
+  template <class A, class B>
+  __device__ __forceinline__ void multiply(const A& a, const B& b) {
     // Four column tiles of b are held at a time, and one row tile of a: with the sums they leave
     // registers for an order of the instructions in which four chains of multiplications, no one
     // waiting for another, are under way.
+    constexpr int kHeld = kColumnTiles < 4 ? kColumnTiles : 4;
 #pragma unroll
     for (int half = 0; half < kColumnTiles; half += kHeld) {
-      FragmentB held[kHeld];
+      SplitFragmentB held[kHeld];
+      float b_undo[kHeld][2];
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) held[j].load(b_at, half + j);
+      for (int j = 0; j < kHeld; ++j) {
+        b.load(half + j, &held[j]);
+        b_undo[j][0] = b.undo(half + j, 0);
+        b_undo[j][1] = b.undo(half + j, 1);
+      }
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        FragmentA now;
-        now.load(a_at, i);
+        SplitFragmentA now;
+        a.load(i, &now);
         float sum[kHeld][4];
         // The small terms first.
 #pragma unroll
@@ -109,62 +243,19 @@ struct SplitProduct {
 #pragma unroll
           for (int j = 0; j < kHeld; ++j) mma_f16(sum[j], now.hi[s], held[j].hi[s]);
         }
-        const float scale[2] = {undo[i * 16], undo[i * 16 + 8]};
+        const float a_undo[2] = {a.undo(i, 0), a.undo(i, 1)};
 #pragma unroll
         for (int j = 0; j < kHeld; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            total[i][half + j][e] = fmaf(sum[j][e], scale[e / 2], total[i][half + j][e]);
+            const float scaled = B::kScaled ? sum[j][e] * b_undo[j][e % 2] : sum[j][e];
+            total[i][half + j][e] = fmaf(scaled, a_undo[e / 2], total[i][half + j][e]);
           }
         }
       }
       __syncwarp();  // else the compiler holds both halves at once, and spills
     }
   }
-
- private:
-  static constexpr int kHeld = kColumnTiles < 4 ? kColumnTiles : 4;
-
-  // Lines a multiple of 8 apart have the same order of pieces, and another piece is the same
-  // address with other bits flipped.
-  static constexpr int kNextSlice = 2 << 4;
-  static constexpr int kLow = 4 << 4;
-
-  // Sixteen rows of a.
-  struct FragmentA {
-    std::uint32_t hi[2][4];
-    std::uint32_t lo[2][4];
-
-    __device__ __forceinline__ void load(SharedAddress at, int tile) {
-      const int offset = tile * 16 * kSplitLineBytes;
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        ldmatrix_x4(lo[s], (at ^ (kLow | s * kNextSlice)) + offset);
-        ldmatrix_x4(hi[s], (at ^ (s * kNextSlice)) + offset);
-      }
-    }
-  };
-
-  // Eight columns of b.
-  struct FragmentB {
-    std::uint32_t hi[2][2];
-    std::uint32_t lo[2][2];
-
-    __device__ __forceinline__ void load(SharedAddress at, int tile) {
-      const int offset = tile * 8 * kSplitLineBytes;
-      std::uint32_t four[4];
-      ldmatrix_x4(four, at + offset);
-      take(hi, four);
-      ldmatrix_x4(four, (at ^ kLow) + offset);
-      take(lo, four);
-    }
-
-    static __device__ __forceinline__ void take(std::uint32_t (&to)[2][2],
-                                                const std::uint32_t (&four)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = four[i];
-    }
-  };
 };
 
 }  // namespace fused_ops::sm80

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for csrc/common/launch.h where drivers are compiled, so that a room's launchers run
+// too, with their choices of grid, shared memory and access.
+#pragma once
+
+#include <cstddef>
+
+#include "common/build_info.h"
+#include "common/check.h"
+#include "emulation/block.h"
+
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+namespace fused_ops {
+
+inline Capability device_capability(int) {
+  return {8, 0};
+}
+
+// Few, so that blocks which walk over tiles take several.
+inline int multiprocessors() {
+  return 3;
+}
+
+template <class Params>
+void launch(const char*, void (*kernel)(Params), unsigned grid_x, unsigned threads,
+            std::size_t shared_bytes, cudaStream_t, const Params& params) {
+  // What every device of ours offers a block at most.
+  FO_CHECK_RUNTIME(shared_bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory, got ",
+                   shared_bytes, " bytes");
+  emulation::launch(kernel, grid_x, threads, shared_bytes, params);
+}
+
+}  // namespace fused_ops
