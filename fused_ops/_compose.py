@@ -40,21 +40,25 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
     several times slower in bf16 than in fp32, and fp32 is the more accurate of the two.
     """
     if dtype == torch.float64:
-        return Arithmetic(torch.float64, torch.float64)
-    if device.type == "cpu" and not _cpu_multiplies(dtype):
-        return Arithmetic(torch.float32, torch.float32)
+        return _DOUBLE
+    if dtype == torch.float32 or (device.type == "cpu" and not _cpu_multiplies(dtype)):
+        return _SINGLE
     return Arithmetic(dtype, torch.float32)
+
+
+_SINGLE = Arithmetic(torch.float32, torch.float32)
+_DOUBLE = Arithmetic(torch.float64, torch.float64)
 
 
 @functools.cache
 def _cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast matrix products in ``dtype`` on this CPU.
+    """Whether PyTorch has fast matrix products in the 16-bit ``dtype`` on this CPU.
 
     Not asked for fp16, whose results can overflow on the way (logits, the triangular sum).
     """
     if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return False
 
 
 def geometry_dtype(device: torch.device) -> torch.dtype:

@@ -17,12 +17,13 @@ import torch
 T = TypeVar("T")
 
 PRECISIONS = ("ieee", "tf32")
+_MATMUL = torch.backends.cuda.matmul  # found once: the way there is dear in a small call
 
 
 def _global_fp32_precision() -> str:
     # Only fp32_precision may be read: reading allow_tf32 raises once the newer setting was used.
     # The setting "none" means the default, IEEE.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if _MATMUL.fp32_precision == "tf32" else "ieee"
 
 
 # What torch.compiler.assume_constant_result sets. The decorator itself imports all of dynamo:
@@ -44,7 +45,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
     As for ``nn.Linear``, float64 tensors are left alone.
     """
-    device_type = tensor.device.type
+    device_type = "cpu" if tensor.is_cpu else tensor.device.type
     if tensor.dtype == torch.float64 or not _autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -68,11 +69,10 @@ def _composition_scope(device: torch.device, dtype: torch.dtype, precision: str)
             stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda" and dtype == torch.float32:
             stack.enter_context(_setting_lock)
-            setting = torch.backends.cuda.matmul
-            previous = setting.fp32_precision
+            previous = _MATMUL.fp32_precision
             if previous != precision:
-                setting.fp32_precision = precision
-                stack.callback(setattr, setting, "fp32_precision", previous)
+                _MATMUL.fp32_precision = precision
+                stack.callback(setattr, _MATMUL, "fp32_precision", previous)
         yield
 
 
@@ -87,10 +87,11 @@ def run_composition(
 
     ``dtype`` is that of the result.
     """
+    kind = device.type
     nothing_to_set = (
-        (device.type == "cpu" or dtype != torch.float32)
+        (kind == "cpu" or dtype != torch.float32)
         and not torch.is_grad_enabled()
-        and not _autocast_enabled(device.type)
+        and not _autocast_enabled(kind)
     )
     if nothing_to_set:  # small calls would spend a tenth of their time on the scope
         return function(*args)

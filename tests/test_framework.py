@@ -4,6 +4,7 @@
 import copy
 import inspect
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from helpers import evaluate, randomize
 from subjects import MASKED_OPS, MODULES, OPERATORS, OPS, SIZES, build, inputs, operands
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_ops
-from fused_ops import functional, reference
+from fused_ops import _dispatch, functional, reference
 
 # Modules and the reference -----------------------------------------------------------------------
 
@@ -298,6 +302,118 @@ def test_without_gradients_a_call_is_one_dispatch(op):
         assert not [n for n in names if "autograd" in n.lower() or "Backward" in n]
     with_gradients = recorded(torch.enable_grad())
     assert f"{op}_autograd" in with_gradients  # the name the check above must not find
+
+
+class Seen(TorchDispatchMode):
+    """Writes down what reaches the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Writes down what is called from Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def names_seen(watcher, fused, args):
+    """What a watcher of a call sees of it."""
+    if watcher == "profiler":
+        with torch.profiler.profile() as profile:
+            fused(*args)
+        return [e.key for e in profile.events()]
+    if watcher == "make_fx":
+        return [str(n.target) for n in make_fx(fused)(*args).graph.nodes]
+    if watcher == "trace":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(fused, tuple(args), check_trace=False)
+        return [n.kind() for n in traced.inlined_graph.nodes()]
+    mode = {"dispatch mode": Seen, "function mode": Called}[watcher]()
+    with mode:
+        fused(*args)
+    return mode.names
+
+
+@pytest.mark.parametrize(
+    "watcher", ["dispatch mode", "function mode", "profiler", "make_fx", "trace"]
+)
+@pytest.mark.parametrize("op", OPS)
+def test_whoever_watches_sees_the_op(op, watcher):
+    """A plain call on the CPU skips the dispatcher only where that cannot be noticed."""
+    fused, _ = build(op)
+    args = inputs(op, 5, grad=False)
+    with torch.no_grad():
+        fused(*args)  # also when an unwatched call came first
+        names = names_seen(watcher, fused.eval(), args)
+    pattern = rf"fused_ops(::|\.){op}_forward(\.default)?"
+    assert len([n for n in names if re.fullmatch(pattern, n)]) == 1, names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_unwatched_calls_skip_the_dispatcher_and_give_the_same(op, dtype, monkeypatch):
+    fused, _ = build(op, dtype=dtype)
+    args = inputs(op, 5, dtype=dtype, grad=False)
+    operator = OPERATORS[op]
+
+    def never(*args):
+        raise AssertionError("went through the dispatcher")
+
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(operator, "_forward_op", never)
+            first, again = fused(*args), fused(*args)
+            with pytest.raises(AssertionError, match="dispatcher"):
+                fused(args[0].as_subclass(Plain), *args[1:])
+        monkeypatch.setattr(type(operator), "_nobody_watches", staticmethod(lambda: False))
+        dispatched = fused(*args)
+    assert torch.equal(first, dispatched) and torch.equal(again, dispatched)
+    assert first.stride() == dispatched.stride() and not first._is_view()
+
+
+class Plain(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_checks_are_remembered_for_what_was_checked_only(op, monkeypatch):
+    """A call that passed is not checked again; any other shape, dtype or number is."""
+    fused, _ = build(op)
+    operator = OPERATORS[op]
+    checks = []
+
+    def check(*args, check=operator.check):
+        checks.append(args)
+        return check(*args)
+
+    monkeypatch.setattr(operator, "check", check)
+    monkeypatch.setattr(operator, "_good", {})
+    with torch.no_grad():
+        for n, count in ((5, 1), (5, 1), (6, 2), (5, 2)):
+            fused(*inputs(op, n, grad=False))
+            assert len(checks) == count
+        flat = operands(op, fused, inputs(op, 5, grad=False))
+        for _ in range(2):  # what fails is never remembered
+            with pytest.raises(TypeError, match=op):
+                operator(flat[0].to(torch.int64), *flat[1:])
+        assert len(checks) == 4
+        monkeypatch.setattr(_dispatch, "_REMEMBERED", 2)
+        for n in range(1, 6):
+            fused(*inputs(op, n, grad=False))
+        assert len(operator._good) <= 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

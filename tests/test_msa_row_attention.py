@@ -25,8 +25,16 @@ from torch.utils.checkpoint import checkpoint
 import fused_ops
 from fused_ops import _compose, reference
 from fused_ops.functional import msa_row_attention
+from fused_ops.msa_row_attention import composition
 from fused_ops.msa_row_attention.op import OPERATOR
 from fused_ops.testing import peak_memory
+
+
+@pytest.fixture(params=["whole", "blocks"])
+def blocking(request, monkeypatch):
+    """On the CPU a small problem is one block and takes a shorter way: each is tested both ways."""
+    if request.param == "blocks":
+        monkeypatch.setattr(_compose, "_CPU_BLOCK_ELEMENTS", 200)
 
 
 def build(msa_dim, pair_dim, num_heads, dtype=torch.float32, device="cpu", dropout=0.0):
@@ -127,6 +135,7 @@ class FusedGeneral(torch.nn.Module):
 # Parity ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
 def test_matches_reference(device, n, dtype):
@@ -143,6 +152,7 @@ def test_matches_reference_over_many_blocks(device, s, n, heads):
     assert_parity(fused, eager, inputs, torch.float32)
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("channels", [(3, 1, 1), (4, 7, 4), (96, 64, 3), (127, 33, 1)])
 def test_matches_reference_at_odd_channels(device, channels):
     fused, eager = build(*channels, device=device)
@@ -163,6 +173,7 @@ def test_empty_input_gives_empty_result_and_zero_gradients(device, lead, s, n):
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
+@pytest.mark.usefixtures("blocking")
 def test_strided_inputs_mask_and_cotangent(device):
     fused, _ = build(8, 6, 2, device=device)
     msa, pair = inputs_of((2,), 3, 9, 8, 6, device=device)
@@ -176,6 +187,7 @@ def test_strided_inputs_mask_and_cotangent(device):
         assert torch.equal(grad, other_grads[name]), name
 
 
+@pytest.mark.usefixtures("blocking")
 def test_transposed_inputs_and_expanded_cotangent(device):
     fused, eager = build(8, 6, 2, device=device)
     msa = random(2, 9, 3, 8, device=device).detach().transpose(1, 2).requires_grad_()
@@ -189,6 +201,7 @@ def test_transposed_inputs_and_expanded_cotangent(device):
     torch.testing.assert_close(pair.grad, plain[1].grad)
 
 
+@pytest.mark.usefixtures("blocking")
 def test_expanded_inputs(device):
     fused, eager = build(8, 6, 2, device=device)
     msa = random(1, 1, 9, 8, device=device).detach().expand(2, 3, 9, 8).requires_grad_()
@@ -197,6 +210,7 @@ def test_expanded_inputs(device):
     assert_parity(fused, eager, [msa, pair, mask], torch.float32)
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize(
     "lead, pair_lead, mask_lead",
     [
@@ -237,9 +251,38 @@ def test_results_do_not_depend_on_the_blocks(monkeypatch):
             torch.testing.assert_close(other_grads[name], grad, atol=1e-4, rtol=1e-4)
 
 
+def test_a_small_call_takes_the_short_way_and_no_other(monkeypatch):
+    class Short(Exception):
+        pass
+
+    def short(*args):
+        raise Short
+
+    monkeypatch.setattr(composition, "_attend_in_one_block", short)
+
+    def takes_it(lead=(2,), pair_lead=None, dtype=torch.float32, dropout=0.0):
+        fused, _ = build(8, 6, 2, dtype, dropout=dropout)
+        try:
+            with torch.no_grad():
+                fused(*inputs_of(lead, 3, 9, 8, 6, dtype, pair_lead=pair_lead))
+        except Short:
+            return True
+        return False
+
+    assert takes_it() and takes_it((2, 3), (2, 1)) and takes_it(dtype=torch.float64)
+    assert not takes_it((2, 3), (1, 3))  # rows of one bias do not lie together
+    assert not takes_it(dropout=0.5) and not takes_it(dtype=torch.float16)
+    # One element less than the largest tensor, the maps (2, 3, 2, 9, 9), then than the pairs.
+    monkeypatch.setattr(_compose, "_CPU_BLOCK_ELEMENTS", 971)
+    assert not takes_it() and takes_it((1,))
+    monkeypatch.setattr(_compose, "_CPU_BLOCK_ELEMENTS", 972)
+    assert takes_it()
+
+
 # Masks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize(
     "dtype",
     [torch.bool, torch.uint8, torch.int32, torch.int64, torch.half, torch.bfloat16, torch.float64],
@@ -252,6 +295,7 @@ def test_mask_of_any_dtype(device, dtype):
     assert torch.equal(fused(*inputs, mask), fused(*inputs, mask.to(dtype)))
 
 
+@pytest.mark.usefixtures("blocking")
 def test_anything_but_zero_is_there(device):
     fused, _ = build(8, 6, 2, device=device)
     inputs = inputs_of((2,), 3, 9, 8, 6, device=device)
@@ -260,12 +304,14 @@ def test_anything_but_zero_is_there(device):
     assert torch.equal(fused(*inputs, mask), fused(*inputs, odd))
 
 
+@pytest.mark.usefixtures("blocking")
 def test_no_mask_is_a_mask_of_ones(device):
     fused, _ = build(8, 6, 2, device=device)
     inputs = inputs_of((2,), 3, 9, 8, 6, device=device)
     assert torch.equal(fused(*inputs), fused(*inputs, torch.ones(2, 3, 9, device=device)))
 
 
+@pytest.mark.usefixtures("blocking")
 def test_masked_keys_have_no_influence(device):
     fused, _ = build(8, 6, 2, device=device)
     msa, pair = (t.detach() for t in inputs_of((1,), 3, 12, 8, 6, device=device))
@@ -280,6 +326,7 @@ def test_masked_keys_have_no_influence(device):
     torch.testing.assert_close(fused(msa, pair, mask)[:, :, :9], short)
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_row_without_keys_attends_to_nothing(device, dtype):
     general = General(8, 6, 2, 4).to(device, dtype)
@@ -299,6 +346,7 @@ def test_row_without_keys_attends_to_nothing(device, dtype):
         assert_parity(fused, general, [*inputs, mask], dtype)
 
 
+@pytest.mark.usefixtures("blocking")
 def test_module_gives_finite_gradients_where_all_is_masked(device):
     fused, eager = build(8, 6, 2, device=device)
     inputs = inputs_of((1,), 2, 5, 8, 6, device=device)
@@ -318,6 +366,7 @@ def test_mask_that_requires_grad_is_refused(device):
         fused(*inputs_of((1,), 2, 5, 8, 6, device=device), mask)
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["msa", "pair"])
 def test_nan_and_inf_reach_the_same_places(device, where, bad):
@@ -336,6 +385,7 @@ def test_nan_and_inf_reach_the_same_places(device, where, bad):
 # Options -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair_norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

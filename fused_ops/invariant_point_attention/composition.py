@@ -36,7 +36,8 @@ class _Block:
         pair: slice,
         whole: bool,
     ) -> None:
-        self._whole = whole
+        self.whole = whole
+        """Whether these are all rows of all batch elements: slices of everything cost time too."""
         self.batch = batch
         """Of the flattened leading axes."""
         self.heads = slice(batch.start * heads, batch.stop * heads)
@@ -47,11 +48,11 @@ class _Block:
 
     def keys(self, tensor: Tensor) -> Tensor:
         """The heads of the block, all N, of ``tensor`` (L H, N, ...)."""
-        return tensor if self._whole else tensor[self.heads]
+        return tensor if self.whole else tensor[self.heads]
 
     def queries(self, tensor: Tensor) -> Tensor:
         """The heads and the rows of the block."""
-        return tensor if self._whole else tensor[self.heads, self.rows]
+        return tensor if self.whole else tensor[self.heads, self.rows]
 
 
 class _Walk:
@@ -87,7 +88,6 @@ class _Walk:
             widest = max(self._heads, self.pair.shape[-1])
             together = _compose.block_length(device, widest * n * n)
         shared = self.pair.shape[-4] == 1
-        # For a small problem even slices that take everything cost time.
         whole = rows == n and together >= self._batch and not self._outer
         for position, index in enumerate(_compose.lead_indices(self._outer)):
             outer = _compose.broadcast_index(index, tuple(self.pair.shape[:-4]))
@@ -151,8 +151,8 @@ class _Attention:
 
         # (L N, 1, 3), (L N, 3, 3), (L N, T, 3)
         n = self.length
-        self.translations = translations.to(g).expand(*lead, n, 3).reshape(positions, 1, 3)
-        self.rotations = rotations.to(g).expand(*lead, n, 3, 3).reshape(positions, 3, 3)
+        self.translations = _spread(translations.to(g), (*lead, n, 3)).reshape(positions, 1, 3)
+        self.rotations = _spread(rotations.to(g), (*lead, n, 3, 3)).reshape(positions, 3, 3)
         local = [
             _compose.linear(self.x, weight, None, self.math)
             for weight in (q_pts_weight, k_pts_weight, v_pts_weight)
@@ -172,9 +172,10 @@ class _Attention:
         self.k_features = features[..., width : 2 * width]
         self.v_features = features[..., 2 * width :]  # (L H, N, E) g
         self.point_weights = functional.softplus(head_weights.to(g)).view(num_heads, 1, 1)
-        self.weighted_q_features = (
-            self.q_features.unflatten(0, (self.batch, num_heads)) * self.point_weights
-        ).flatten(0, 1)
+        point_weights = self.point_weights
+        if self.batch > 1:
+            point_weights = point_weights.repeat(self.batch, 1, 1)
+        self.weighted_q_features = self.q_features * point_weights
 
         self.absent: Tensor | None = None
         self.dead: Tensor | None = None
@@ -188,6 +189,8 @@ class _Attention:
 
     def by_head(self, x: Tensor) -> Tensor:
         """(L N, H times something) -> (L H, N, something); a view if L is 1."""
+        if self.batch == 1:
+            return x.reshape(self.length, self.heads, -1).transpose(0, 1)
         x = x.reshape(self.batch, self.length, self.heads, -1)
         return x.transpose(1, 2).reshape(self.batch * self.heads, self.length, -1)
 
@@ -219,6 +222,11 @@ class _Attention:
         return torch.softmax(scores, dim=-1)
 
 
+def _spread(frames: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``frames`` over all leading axes."""
+    return frames if frames.shape == shape else frames.expand(shape)
+
+
 class _Gathered:
     """What the queries gather: (L, N, c + 3 H Pv), the input of the output projection."""
 
@@ -233,16 +241,20 @@ class _Gathered:
         a, rows = self._attention, block.rows
         shape = (-1, a.heads, rows.stop - rows.start)
         scalars = torch.bmm(weights, block.keys(a.v))
-        self.features[block.batch, rows, : a.width].unflatten(-1, (a.heads, -1)).copy_(
-            scalars.view(*shape, scalars.shape[-1]).transpose(1, 2)
+        depth = scalars.shape[-1]
+        features, points = self.features, self._points
+        if not block.whole:
+            features, points = features[block.batch, rows], points[block.batch, rows]
+        features[..., : a.width].view(*features.shape[:2], a.heads, depth).copy_(
+            scalars.view(*shape, depth).transpose(1, 2)
         )
-        points = torch.bmm(wide, block.keys(a.v_features))
-        self._points[block.batch, rows] = points.view(*shape, points.shape[-1]).transpose(1, 2)
+        gathered = torch.bmm(wide, block.keys(a.v_features))
+        points.copy_(gathered.view(*shape, points.shape[-1]).transpose(1, 2))
 
     def finish(self) -> Tensor:
         """Bring the points to local frames; returns the centred global ones (L N, H Pv, 3)."""
         a = self._attention
-        points = self._points[..., :-1].unflatten(-1, (a.value_points, 3))
+        points = self._points[..., :-1].view(a.batch, a.length, a.heads, a.value_points, 3)
         total = self._points[..., -1:].unsqueeze(-1)
         shift = a.translations.view(a.batch, a.length, 1, 1, 3)
         # The sum of the weights is 1 but for rounding; times the coordinates it would not be.

@@ -61,20 +61,29 @@ def forward(
     if out.numel() == 0:
         return out
     math_ = _compose.arithmetic(msa.device, result_dtype)
-    e = math_.elementwise
+    m, e = math_
     layout = _Layout.of(msa, pair, num_heads, query_weight.shape[0])
-    x_rows, mask_rows = layout.rows(msa, 2), layout.mask_rows(mask)
-    out_rows = layout.rows(out, 2)
-    in_place = out_rows.viewable and result_dtype == math_.matmul
     drop = _Dropout.make(dropout_seed, dropout, layout)
-    pair_bias = _PairBias(
-        pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
-    )
     wq, wk, wv, wg, wo = (
-        _compose.cast(w, math_.matmul)
+        _compose.cast(w, m)
         for w in (query_weight, key_weight, value_weight, gate_weight, out_proj_weight)
     )
     bg, bo = _column(gate_bias, math_), _cast(out_proj_bias, math_)
+    if layout.one_block and drop is None and result_dtype == m == e:
+        x, _, _ = _compose.layer_norm(msa, layer_norm_weight, layer_norm_bias, eps, math_)
+        bias = _whole_bias(
+            pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
+        )
+        present = _Present.make(layout.whole_mask(mask), e)
+        _attend_in_one_block(out, x, bias, present, wq, wk, wv, wg, bg, wo, bo, layout)
+        return out
+
+    x_rows, mask_rows = layout.rows(msa, 2), layout.mask_rows(mask)
+    out_rows = layout.rows(out, 2)
+    in_place = out_rows.viewable and result_dtype == m
+    pair_bias = _PairBias(
+        pair, pair_norm_weight, pair_norm_bias, pair_bias_weight, eps, layout, math_
+    )
 
     logits_space = _Space(layout, e)
     for groups in blocks(layout.groups, layout.groups_per_block):
@@ -84,10 +93,9 @@ def forward(
             x, _, _ = _compose.layer_norm(
                 x_rows[rows], layer_norm_weight, layer_norm_bias, eps, math_
             )
-            x = _compose.cast(x, math_.matmul)
-            xt = x.transpose(1, 2)
+            xt = _compose.cast(x, m).transpose(1, 2)
             q, k, v = (layout.heads(_project(w, xt)) for w in (wq, wk, wv))
-            present = _Present.make(mask_rows, rows, e)
+            present = _Present.make(None if mask_rows is None else mask_rows[rows], e)
             attended = torch.empty_like(v, memory_format=torch.contiguous_format)
             for chunk in layout.chunks(count):
                 weights = _attention_weights(
@@ -103,16 +111,49 @@ def forward(
             gated = _compose.cast(_scaled(attended, drop), e).mul_(gate)
             if present is not None:
                 present.zero_absent_rows(gated)
-            left = _compose.cast(gated, math_.matmul).transpose(1, 2)
-            right = _each(wo.t(), count)
             target = out_rows[rows] if in_place else None
-            if bo is None:
-                result = torch.bmm(left, right, out=target)
-            else:
-                result = torch.baddbmm(bo, left, right, out=target)
+            result = _project_out(_compose.cast(gated, m), wo, bo, target)
             if target is None:
                 out_rows.write(rows, result)
     return out
+
+
+def _attend_in_one_block(
+    out: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    present: _Present | None,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wg: Tensor,
+    bg: Tensor | None,
+    wo: Tensor,
+    bo: Tensor | None,
+    layout: _Layout,
+) -> None:
+    """All of the forward after the LayerNorm ``x`` and the bias, written to ``out``.
+
+    The same steps as for a block of rows, without the loops, slices and bookkeeping that would
+    take as long as the arithmetic when a problem is so small. All tensors are of one dtype.
+    """
+    n = layout.length
+    out = out.view(-1, n, out.shape[-1])
+    xt = x.view(out.shape).transpose(1, 2)
+    q, k, v = layout.heads(_project(wq, xt)), layout.heads(_project(wk, xt)), _project(wv, xt)
+    logits = x.new_empty((q.shape[0], n, n))
+    grouped = logits.view(layout.groups, -1, layout.num_heads, n, n)
+    if present is None:
+        grouped.copy_(bias)
+    else:
+        present.put_bias(grouped, bias, None)
+    logits.baddbmm_(q.transpose(1, 2), k, alpha=layout.scale)
+    weights = torch.softmax(logits, -1, out=logits)
+    attended = torch.bmm(layout.heads(v), weights.transpose(1, 2)).view(v.shape)
+    gated = attended.mul_(_project(wg, xt, bg).sigmoid_())
+    if present is not None:
+        present.zero_absent_rows(gated)
+    _project_out(gated, wo, bo, out)
 
 
 def backward(
@@ -213,7 +254,7 @@ def backward(
             xt = x.transpose(1, 2)
             q, k, v = (layout.heads(_project(w, xt)) for w in (wq, wk, wv))
             gate = _compose.cast(_project(wg, xt, bg), e).sigmoid_()
-            present = _Present.make(mask_rows, rows, e)
+            present = _Present.make(None if mask_rows is None else mask_rows[rows], e)
             dgated = dattended = None
             if need_cotangent:
                 dgated = _project(wo.t(), g.transpose(1, 2)).to(e)
@@ -378,6 +419,13 @@ class _Layout:
         fitting = min(self._rows, self._maps // num_heads)
         self.groups_per_block = max(1, min(self.groups, fitting // max(1, self.rows_per_group)))
         at_once = max(1, min(self._maps // num_heads, self._rows, rows))
+        self.one_block = (
+            device.type == "cpu"
+            and self._in_place
+            and rows <= fitting
+            and self.groups * n * n * max(pair[-1], num_heads) <= budget
+        )
+        """Whether all of a CPU call is one block of rows with one chunk of maps."""
         self.chunk_elements = at_once * min(self._maps, num_heads) * self._queries * n
 
     @staticmethod
@@ -401,6 +449,14 @@ class _Layout:
         if mask is None:
             return None
         return self.rows(mask.expand(*self._lead, self.rows_per_lead, self.length), 1)
+
+    def whole_mask(self, mask: Tensor | None) -> Tensor | None:
+        """All rows (rows, N) of a mask whose leading axes may broadcast."""
+        if mask is None:
+            return None
+        if mask.dim() != len(self._lead) + 2 or mask.shape[:-2] != self._lead:
+            mask = mask.expand(*self._lead, self.rows_per_lead, self.length)
+        return mask.reshape(-1, self.length)
 
     def pair_rows(self, pair: Tensor) -> Rows:
         """The rows (groups * N) of a tensor (*pair lead, N, N, channels)."""
@@ -565,6 +621,27 @@ class _PairBias:
                 target.write(rows, dx)
 
 
+def _whole_bias(
+    pair: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    layout: _Layout,
+    math_: Arithmetic,
+) -> Tensor:
+    """What :class:`_PairBias` gives for all groups, as (groups, 1, H, N, N).
+
+    Of so few rows the channel-first product is the faster one, and needs no copy.
+    """
+    if norm_weight is not None and norm_bias is not None:
+        pair, _, _ = _compose.layer_norm(pair, norm_weight, norm_bias, eps, math_)
+    x = _compose.cast(pair, math_.matmul).reshape(-1, pair.shape[-1])
+    bias = torch.mm(_compose.cast(weight, math_.matmul), x.t())
+    n = layout.length
+    return bias.view(layout.num_heads, 1, layout.groups, n, n).transpose(0, 2)
+
+
 class _Present:
     """Which keys of a block of rows exist, as bit patterns.
 
@@ -578,22 +655,26 @@ class _Present:
         # All bits set where a key exists, none elsewhere; the same for rows that have keys.
         self._keep = keep
         self._alive = keep.amin(-1, keepdim=True)
-        self._fill = keep.bitwise_not().bitwise_and_(self._alive & infinity)
+        self._fill = (keep ^ self._alive).bitwise_and_(infinity)
 
     @staticmethod
-    def make(mask_rows: Rows | None, rows: slice, dtype: torch.dtype) -> _Present | None:
-        """The keys of ``rows``; None when there is no mask."""
-        if mask_rows is None:
+    def make(mask: Tensor | None, dtype: torch.dtype) -> _Present | None:
+        """The keys of the rows of ``mask`` (rows, N); None when there is no mask."""
+        if mask is None:
             return None
         integer, infinity = _BITS[dtype]
-        mask = mask_rows[rows]
         present = mask if mask.dtype == torch.bool else mask != 0
         return _Present(present.to(integer).neg_(), infinity)
 
-    def put_bias(self, logits: Tensor, bias: Tensor, chunk: _Chunk) -> None:
-        """``logits`` (groups, rows, heads, queries, N) = bias, minus infinity at absent keys."""
+    def put_bias(self, logits: Tensor, bias: Tensor, rows: slice | None) -> None:
+        """``logits`` (groups, rows, heads, queries, N) = bias, minus infinity at absent keys.
+
+        ``rows`` are those of the logits within the block, None for all.
+        """
         shape = (logits.shape[0], logits.shape[1], 1, 1, logits.shape[-1])
-        keep, fill = self._keep[chunk.rows].view(shape), self._fill[chunk.rows].view(shape)
+        keep, fill = (
+            (part if rows is None else part[rows]).view(shape) for part in (self._keep, self._fill)
+        )
         bits = logits.view(keep.dtype)
         torch.bitwise_and(bias.view(keep.dtype), keep, out=bits)
         bits.bitwise_or_(fill)
@@ -675,7 +756,7 @@ def _attention_weights(
     if present is None:
         grouped.copy_(part)
     else:
-        present.put_bias(grouped, part, chunk)
+        present.put_bias(grouped, part, None if chunk.every_map else chunk.rows)
     left, right = chunk.queries_of(q).transpose(1, 2), chunk.of(k)
     if left.dtype == logits.dtype:
         logits.baddbmm_(left, right, alpha=layout.scale)
@@ -716,7 +797,7 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, layout: _Layout) -> No
 
 def _each(matrix: Tensor, count: int) -> Tensor:
     """The same matrix for every row of a block, without copying it."""
-    return matrix.unsqueeze(0).expand(count, -1, -1)
+    return matrix.expand(count, -1, -1)
 
 
 def _project(weight: Tensor, xt: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -724,6 +805,14 @@ def _project(weight: Tensor, xt: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         return torch.bmm(_each(weight, xt.shape[0]), xt)
     return torch.baddbmm(bias, _each(weight, xt.shape[0]), xt)
+
+
+def _project_out(gated: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """gated (rows, H * d, N), weight (c, H * d), bias (c,) -> (rows, N, c), in ``out`` if any."""
+    left, right = gated.transpose(1, 2), _each(weight.t(), gated.shape[0])
+    if bias is None:
+        return torch.bmm(left, right, out=out)
+    return torch.baddbmm(bias, left, right, out=out)
 
 
 def _cast(bias: Tensor | None, math_: Arithmetic) -> Tensor | None:
