@@ -217,13 +217,8 @@ struct SplitProduct {
 #pragma unroll
     for (int half = 0; half < kColumnTiles; half += kHeld) {
       SplitFragmentB held[kHeld];
-      float b_undo[kHeld][2];
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        b.load(half + j, &held[j]);
-        b_undo[j][0] = b.undo(half + j, 0);
-        b_undo[j][1] = b.undo(half + j, 1);
-      }
+      for (int j = 0; j < kHeld; ++j) b.load(half + j, &held[j]);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         SplitFragmentA now;
@@ -246,9 +241,11 @@ struct SplitProduct {
         const float a_undo[2] = {a.undo(i, 0), a.undo(i, 1)};
 #pragma unroll
         for (int j = 0; j < kHeld; ++j) {
+          // Read again for each row tile: shared memory has time, and registers are scarce.
+          const float b_undo[2] = {b.undo(half + j, 0), b.undo(half + j, 1)};
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float scaled = B::kScaled ? sum[j][e] * b_undo[j][e % 2] : sum[j][e];
+            const float scaled = B::kScaled ? sum[j][e] * b_undo[e % 2] : sum[j][e];
             total[i][half + j][e] = fmaf(scaled, a_undo[e / 2], total[i][half + j][e]);
           }
         }
