@@ -30,11 +30,12 @@ template <int kLines, int kColumns, int kSplitWarps>
 struct alignas(128) SplitReduceShared {
   static constexpr int kInner = sm80::kSplitInner;
   static constexpr int kStages = 2;
-  unsigned char a[kStages][2 * sm80::kSplitAcrossBytes<kLines>];
-  unsigned char g[kStages][2 * sm80::kSplitAcrossBytes<kColumns>];
+  unsigned char a[kStages][kLines * sm80::kSplitLineBytes];
+  unsigned char g[kStages][kColumns * sm80::kSplitLineBytes];
   float raw_a[kStages][kInner][kLines];
   float raw_g[kStages][kInner][kColumns];
-  int row_exponent[kStages][kInner];  // of A
+  float factor_a[kStages][kInner];  // of A's rows
+  float factor_g[kStages][kInner];
   float undo_a[kStages][kLines];
   float undo_g[kStages][kColumns];
   std::uint64_t full[kStages];
@@ -42,7 +43,7 @@ struct alignas(128) SplitReduceShared {
 };
 
 // The warps that copy and split. A warp copies some rows and finds the exponents of A's; then it
-// splits groups of 16 columns over all rows of the chunk.
+// splits columns over all rows of the chunk.
 template <int kLines, int kColumns, int kSplitWarps>
 struct SplitReduceProducer {
   using Shared = SplitReduceShared<kLines, kColumns, kSplitWarps>;
@@ -59,22 +60,16 @@ struct SplitReduceProducer {
   int warp;
   int lane;
 
-  // Where the four numbers of a raw row that start at 4 * group stand: rows read together take
-  // turns in the order.
-  static __device__ __forceinline__ int raw_offset(int row, int group) {
-    return (group ^ (row & 1) << 2) * 4;
-  }
-
   template <int kWidth>
-  __device__ __forceinline__ void copy_row(float (&raw)[kWidth], int at_row, const float* row,
-                                           bool exists, int first, std::int64_t count,
-                                           std::int64_t stride, bool vector) const {
+  __device__ __forceinline__ void copy_row(float (&raw)[kWidth], const float* row, bool exists,
+                                           int first, std::int64_t count, std::int64_t stride,
+                                           bool vector) const {
 #pragma unroll
     for (int s = 0; s < kWidth; s += 128) {
       const int at = s + lane * 4;
       const std::int64_t left = exists ? count - first - at : 0;
       const float* from = row + std::int64_t{first + at} * stride;
-      float* to = raw + raw_offset(at_row, at / 4);
+      float* to = raw + at;
       if (vector) {
         const int bytes = static_cast<int>(max(min(left, std::int64_t{4}), std::int64_t{0})) * 4;
         sm80::cp_async_16(to, bytes > 0 ? from : row, bytes);
@@ -95,7 +90,7 @@ struct SplitReduceProducer {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int s = 0; s < kWidth; s += 128) {
-        sm80::cp_async_16(&raw[r][s + raw_offset(r, lane)], from + s);
+        sm80::cp_async_16(&raw[r][s + lane * 4], from + s);
       }
       from += stride;
     }
@@ -131,114 +126,97 @@ struct SplitReduceProducer {
       const auto* g = reinterpret_cast<const float*>(__shfl_sync(0xffffffffu, address, r + kRows));
       const bool exists = first + r < p.rows;
       const int at = warp * kRows + r;
-      copy_row(shared.raw_a[slot][at], r, a, exists, first_line, p.lines, p.a_line_stride,
+      copy_row(shared.raw_a[slot][at], a, exists, first_line, p.lines, p.a_line_stride,
                params.a_vector);
-      copy_row(shared.raw_g[slot][at], r, g, exists, first_column, p.columns, p.g_column_stride,
+      copy_row(shared.raw_g[slot][at], g, exists, first_column, p.columns, p.g_column_stride,
                params.g_vector);
     }
   }
 
-  static __device__ __forceinline__ float largest_of(float4 x) {
-    return sm80::max_nan(sm80::max_nan(fabsf(x.x), fabsf(x.y)),
-                         sm80::max_nan(fabsf(x.z), fabsf(x.w)));
-  }
-
-  static __device__ __forceinline__ float finite_or_zero(float x) {
-    return fabsf(x) < __uint_as_float(0x7f800000u) ? x : 0.0f;
-  }
-
-  // Stores the biased exponents of the rows of A that this warp has copied, 0 for a row of zeros.
-  // What is not finite must not count: it spoils its own line, but the others need the row. Looking
-  // for it costs, so it is left out only when a row turns out to have some.
+  // The bits of |x| order numbers as integers, infinities and NaN last.
   template <bool finite_only>
-  __device__ __forceinline__ void find_row_exponents(int slot) const {
-    float largest[kRows];
+  static __device__ __forceinline__ unsigned magnitude(float x) {
+    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+    return finite_only && bits >= 0x7f800000u ? 0 : bits;
+  }
+
+  // Finds what to multiply the rows that this warp has copied by: a row of A is divided by the
+  // power of two of its largest number. A row of zeros takes G's row out, so that what stands there
+  // does not set G's scale. What is not finite must not count: it spoils its own line, but the
+  // others need the row. Looking for it costs, so it is left out only when a row turns out to have
+  // some.
+  template <bool finite_only>
+  __device__ __forceinline__ void find_factors(int slot) const {
+    unsigned largest[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      largest[r] = 0.0f;
+      largest[r] = 0;
 #pragma unroll
       for (int s = 0; s < kLines; s += 128) {
-        float4 x = *reinterpret_cast<const float4*>(
-            &shared.raw_a[slot][warp * kRows + r][s + raw_offset(r, lane)]);
-        if (finite_only) {
-          x = make_float4(finite_or_zero(x.x), finite_or_zero(x.y), finite_or_zero(x.z),
-                          finite_or_zero(x.w));
-        }
-        largest[r] = sm80::max_nan(largest[r], largest_of(x));
-      }
-    }
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        largest[r] = sm80::max_nan(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], other));
+        const float4 x =
+            *reinterpret_cast<const float4*>(&shared.raw_a[slot][warp * kRows + r][s + lane * 4]);
+        largest[r] = max(max(max(magnitude<finite_only>(x.x), magnitude<finite_only>(x.y)),
+                             max(magnitude<finite_only>(x.z), magnitude<finite_only>(x.w))),
+                         largest[r]);
       }
     }
     bool finite = true;
+    int mine = 0;  // lane r keeps that of row r
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int biased = static_cast<int>(__float_as_uint(largest[r]) >> 23 & 0xff);
-      finite &= biased < 255;
-      const int exponent = largest[r] == 0.0f ? 0 : min(max(biased, 1), 253);
-      if (lane == r) shared.row_exponent[slot][warp * kRows + r] = exponent;
+      const unsigned bits = __reduce_max_sync(0xffffffffu, largest[r]);
+      finite &= bits < 0x7f800000u;
+      const int exponent = bits == 0 ? 0 : min(max(static_cast<int>(bits >> 23), 1), 253);
+      if (lane == r) mine = exponent;
     }
     if constexpr (!finite_only) {
-      if (!finite) find_row_exponents<true>(slot);
+      if (!finite) return find_factors<true>(slot);
+    }
+    if (lane < kRows) {
+      shared.factor_a[slot][warp * kRows + lane] = sm80::power_of_two(254 - max(mine, 1));
+      shared.factor_g[slot][warp * kRows + lane] =
+          __uint_as_float(static_cast<std::uint32_t>(mine) << 23);
     }
   }
 
-  // What a row of A is multiplied by, and a row of G. A row of zeros takes G's row out, so that
-  // what stands there does not set G's scale.
-  static __device__ __forceinline__ float factor_a(int exponent) {
-    return sm80::power_of_two(254 - max(exponent, 1));
-  }
-  static __device__ __forceinline__ float factor_g(int exponent) {
-    return __uint_as_float(static_cast<std::uint32_t>(exponent) << 23);
-  }
-
-  // Splits the 16 columns from `first` on. A lane has four columns of the rows lane/4, lane/4 + 8,
-  // and so on: so the eight lanes that share columns store to different banks.
+  // Splits 32 columns from `first` on, one a lane, into lines.
   template <int kWidth>
   __device__ __forceinline__ void split_columns(const float (&raw)[kInner][kWidth],
-                                                unsigned char* out, float* undo, int first,
-                                                const float (&factor)[4]) const {
-    const int row = lane / 4;
-    const int column = first + lane % 4 * 4;
-    float4 x[4];
-    float4 most = make_float4(0x1p-112f, 0x1p-112f, 0x1p-112f, 0x1p-112f);  // scales need as much
+                                                const float (&factor)[kInner], unsigned char* out,
+                                                float* undo, int first) const {
+    const int column = first + lane;
+    float x[kInner];
+    float largest[4];  // scales need as much
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = *reinterpret_cast<const float4*>(&raw[row + i * 8][raw_offset(row, column / 4)]);
-      x[i] = make_float4(x[i].x * factor[i], x[i].y * factor[i], x[i].z * factor[i],
-                         x[i].w * factor[i]);
-      most =
-          make_float4(sm80::max_nan(most.x, fabsf(x[i].x)), sm80::max_nan(most.y, fabsf(x[i].y)),
-                      sm80::max_nan(most.z, fabsf(x[i].z)), sm80::max_nan(most.w, fabsf(x[i].w)));
-    }
+    for (int i = 0; i < 4; ++i) largest[i] = 0x1p-112f;
 #pragma unroll
-    for (int other = 4; other < 32; other *= 2) {
-      most.x = sm80::max_nan(most.x, __shfl_xor_sync(0xffffffffu, most.x, other));
-      most.y = sm80::max_nan(most.y, __shfl_xor_sync(0xffffffffu, most.y, other));
-      most.z = sm80::max_nan(most.z, __shfl_xor_sync(0xffffffffu, most.z, other));
-      most.w = sm80::max_nan(most.w, __shfl_xor_sync(0xffffffffu, most.w, other));
-    }
-    const float4 multiply =
-        make_float4(sm80::split_multiplier(most.x), sm80::split_multiplier(most.y),
-                    sm80::split_multiplier(most.z), sm80::split_multiplier(most.w));
-    unsigned char* at = out + sm80::split_across_offset<kWidth>(row, column);
+    for (int i = 0; i < kInner; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(factor + i);
+      x[i] = raw[i][column] * four.x;
+      x[i + 1] = raw[i + 1][column] * four.y;
+      x[i + 2] = raw[i + 2][column] * four.z;
+      x[i + 3] = raw[i + 3][column] * four.w;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint2 hi, lo;
-      sm80::split_pair(x[i].x * multiply.x, x[i].y * multiply.y, &hi.x, &lo.x);
-      sm80::split_pair(x[i].z * multiply.z, x[i].w * multiply.w, &hi.y, &lo.y);
-      *reinterpret_cast<uint2*>(at + i * 8 * kWidth * 2) = hi;
-      *reinterpret_cast<uint2*>(at + i * 8 * kWidth * 2 + sm80::kSplitAcrossBytes<kWidth>) = lo;
+      for (int j = 0; j < 4; ++j) largest[j] = sm80::max_nan(largest[j], fabsf(x[i + j]));
     }
-    if (row == 0) {
-      *reinterpret_cast<float4*>(undo + column) =
-          make_float4(sm80::split_undo(most.x), sm80::split_undo(most.y), sm80::split_undo(most.z),
-                      sm80::split_undo(most.w));
+    const float most =
+        sm80::max_nan(sm80::max_nan(largest[0], largest[1]), sm80::max_nan(largest[2], largest[3]));
+    const float multiply = sm80::split_multiplier(most);
+#pragma unroll
+    for (int piece = 0; piece < kInner / 8; ++piece) {
+      std::uint32_t hi[4];
+      std::uint32_t lo[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = piece * 8 + j * 2;
+        sm80::split_pair(x[i] * multiply, x[i + 1] * multiply, &hi[j], &lo[j]);
+      }
+      *reinterpret_cast<uint4*>(out + sm80::split_offset(column, piece)) =
+          make_uint4(hi[0], hi[1], hi[2], hi[3]);
+      *reinterpret_cast<uint4*>(out + sm80::split_offset(column, piece + 4)) =
+          make_uint4(lo[0], lo[1], lo[2], lo[3]);
     }
+    undo[column] = sm80::split_undo(most);
   }
 
   __device__ __forceinline__ void run(int first_chunk, int last_chunk) const {
@@ -253,27 +231,21 @@ struct SplitReduceProducer {
     for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
       const int stage = slot.stage;
       sm80::cp_async_wait<0>();
-      find_row_exponents<false>(stage);  // from what this lane has copied
+      find_factors<false>(stage);  // from what this lane has copied
       // Now all have copied this chunk and split the last one.
       sm80::named_barrier<1, kThreads>();
       if (chunk + 1 < last_chunk) copy(chunk + 1, stage ^ 1, &next);
       sm80::cp_async_commit();
-      float of_a[4];
-      float of_g[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int exponent = shared.row_exponent[stage][lane / 4 + i * 8];
-        of_a[i] = factor_a(exponent);
-        of_g[i] = factor_g(exponent);
-      }
       sm80::mbarrier_wait(&shared.empty[stage], slot.round ^ 1);
 #pragma unroll 1
-      for (int first = warp * 16; first < kLines; first += kSplitWarps * 16) {
-        split_columns(shared.raw_a[stage], shared.a[stage], shared.undo_a[stage], first, of_a);
+      for (int first = warp * 32; first < kLines; first += kThreads) {
+        split_columns(shared.raw_a[stage], shared.factor_a[stage], shared.a[stage],
+                      shared.undo_a[stage], first);
       }
 #pragma unroll 1
-      for (int first = warp * 16; first < kColumns; first += kSplitWarps * 16) {
-        split_columns(shared.raw_g[stage], shared.g[stage], shared.undo_g[stage], first, of_g);
+      for (int first = warp * 32; first < kColumns; first += kThreads) {
+        split_columns(shared.raw_g[stage], shared.factor_g[stage], shared.g[stage],
+                      shared.undo_g[stage], first);
       }
       __syncwarp();
       if (lane == 0) sm80::mbarrier_arrive(&shared.full[stage]);
@@ -356,8 +328,8 @@ struct SplitReduce {
       const int stage = slot.stage;
       sm80::mbarrier_wait(&shared.full[stage], slot.round);
       product.multiply(
-          sm80::SplitAcrossA<kLines>(shared.a[stage], shared.undo_a[stage], line, lane),
-          sm80::SplitAcrossB<kColumns>(shared.g[stage], shared.undo_g[stage], column, lane));
+          sm80::SplitLinesA(shared.a[stage], shared.undo_a[stage], line, lane),
+          sm80::SplitLinesB<true>(shared.g[stage], shared.undo_g[stage], column, lane));
       __syncwarp();
       if (lane == 0) sm80::mbarrier_arrive(&shared.empty[stage]);
       slot.advance();

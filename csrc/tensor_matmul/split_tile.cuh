@@ -297,7 +297,7 @@ struct SplitResults {
   __device__ __forceinline__ void multiply(Product& product, int stage) const {
     const int lane = thread % 32;
     product.multiply(sm80::SplitLinesA(shared.a[stage], shared.undo[stage], warp_row(), lane),
-                     sm80::SplitLinesB(shared.b[stage], warp_column(), lane));
+                     sm80::SplitLinesB<false>(shared.b[stage], nullptr, warp_column(), lane));
   }
 
   // Plain fp32 for the results of one thread, straight from global memory.

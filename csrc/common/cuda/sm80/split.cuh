@@ -98,12 +98,16 @@ class SplitLinesA {
   const float* undo_;
 };
 
+// Of the right operand; `scaled`: its lines have scales that change along the inner axis.
+template <bool scaled>
 class SplitLinesB {
  public:
-  static constexpr bool kScaled = false;  // the scales of its lines are undone elsewhere
+  static constexpr bool kScaled = scaled;
 
-  __device__ __forceinline__ SplitLinesB(const unsigned char* lines, int first_column, int lane)
-      : at_(shared_address(lines + split_offset(first_column + lane % 8, lane / 8))) {}
+  __device__ __forceinline__ SplitLinesB(const unsigned char* lines, const float* undo,
+                                         int first_column, int lane)
+      : at_(shared_address(lines + split_offset(first_column + lane % 8, lane / 8))),
+        undo_(scaled ? undo + first_column + lane % 4 * 2 : undo) {}
 
   __device__ __forceinline__ void load(int tile, SplitFragmentB* fragment) const {
     const int offset = tile * 8 * kSplitLineBytes;
@@ -114,72 +118,8 @@ class SplitLinesB {
     take_slices(fragment->lo, four);
   }
 
-  __device__ __forceinline__ float undo(int, int) const { return 1.0f; }
-
- private:
-  SharedAddress at_;
-};
-
-// The other order: kLines lines side by side, one row of them after the other along the inner axis,
-// first all halves hi, then all halves lo. A row's 16-byte pieces are ordered by the row, so that
-// eight rows read at one piece meet eight different groups of banks.
-template <int kLines>
-constexpr int kSplitAcrossBytes = kSplitInner * kLines * 2;  // of the halves hi, and of those lo
-
-template <int kLines>
-__device__ __forceinline__ int split_across_offset(int row, int line) {
-  return row * kLines * 2 + ((line / 8 ^ (row & 7)) << 4) + line % 8 * 2;
-}
-
-// Its views; the first line a warp takes is a multiple of 64.
-template <int kLines>
-class SplitAcrossA {
- public:
-  __device__ __forceinline__ SplitAcrossA(const unsigned char* rows, const float* undo,
-                                          int first_line, int lane)
-      : at_(shared_address(
-            rows + split_across_offset<kLines>(lane % 8 + lane / 16 * 8, first_line + (lane & 8)))),
-        undo_(undo + first_line + lane / 4) {}
-
-  __device__ __forceinline__ void load(int tile, SplitFragmentA* fragment) const {
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const SharedAddress at = (at_ ^ tile << 5) + s * 16 * kLines * 2;
-      ldmatrix_x4_trans(fragment->lo[s], at + kSplitAcrossBytes<kLines>);
-      ldmatrix_x4_trans(fragment->hi[s], at);
-    }
-  }
-
-  __device__ __forceinline__ float undo(int tile, int half) const {
-    return undo_[tile * 16 + half * 8];
-  }
-
- private:
-  SharedAddress at_;
-  const float* undo_;
-};
-
-template <int kLines>
-class SplitAcrossB {
- public:
-  static constexpr bool kScaled = true;
-
-  __device__ __forceinline__ SplitAcrossB(const unsigned char* rows, const float* undo,
-                                          int first_line, int lane)
-      : at_(shared_address(rows + split_across_offset<kLines>(lane, first_line))),
-        undo_(undo + first_line + lane % 4 * 2) {}
-
-  __device__ __forceinline__ void load(int tile, SplitFragmentB* fragment) const {
-    const SharedAddress at = at_ ^ tile << 4;
-    std::uint32_t four[4];
-    ldmatrix_x4_trans(four, at);
-    take_slices(fragment->hi, four);
-    ldmatrix_x4_trans(four, at + kSplitAcrossBytes<kLines>);
-    take_slices(fragment->lo, four);
-  }
-
-  __device__ __forceinline__ float undo(int tile, int which) const {
-    return undo_[tile * 8 + which];
+  __device__ __forceinline__ float2 undo(int tile) const {
+    return scaled ? *reinterpret_cast<const float2*>(undo_ + tile * 8) : make_float2(1.0f, 1.0f);
   }
 
  private:
@@ -242,10 +182,11 @@ struct SplitProduct {
 #pragma unroll
         for (int j = 0; j < kHeld; ++j) {
           // Read again for each row tile: shared memory has time, and registers are scarce.
-          const float b_undo[2] = {b.undo(half + j, 0), b.undo(half + j, 1)};
+          const float2 b_undo = b.undo(half + j);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float scaled = B::kScaled ? sum[j][e] * b_undo[e % 2] : sum[j][e];
+            const float scaled =
+                B::kScaled ? sum[j][e] * (e % 2 == 0 ? b_undo.x : b_undo.y) : sum[j][e];
             total[i][half + j][e] = fmaf(scaled, a_undo[e / 2], total[i][half + j][e]);
           }
         }
