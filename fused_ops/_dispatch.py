@@ -139,15 +139,15 @@ class Operator:
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
 
-        self._register(f"{name}_forward", f"({schema}) -> Tensor", self._run, self._fake)
-        self._register(f"{name}", f"({schema}) -> Tensor", self._run_public, self._fake)
-        self._register(
+        self.register(f"{name}_forward", f"({schema}) -> Tensor", self._run, self._fake)
+        self.register(f"{name}", f"({schema}) -> Tensor", self._run_public, self._fake)
+        self.register(
             f"{name}_backward",
             f"(Tensor grad, {schema}, bool[] needs) -> Tensor[]",
             self._run_backward,
             self._fake_backward,
         )
-        self._register(
+        self.register(
             f"{name}_composition",
             f"({schema}, str reason) -> Tensor",
             self._run_composition,
@@ -247,7 +247,8 @@ class Operator:
     # Registration -------------------------------------------------------------------------------
 
     @staticmethod
-    def _register(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+    def register(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+        """Define a dispatcher op with a Python kernel for every device type and a fake one."""
         LIBRARY.define(name + schema, tags=_TAGS)
         # Serves every device type that has no kernel of its own.
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")

@@ -379,3 +379,151 @@ def test_matmul_with_special_numbers(tile):
     a[3, 5], b[7, 9], a[11, 2] = math.inf, math.nan, -math.inf
     c = matmul("forward", a, b, tile=tile)
     torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# Products on split operands ----------------------------------------------------------------------
+
+SPLIT_TILES = pytest.mark.parametrize("tile", [0, 1, 2], ids=["large", "small", "specialised"])
+SPLIT_SIZES = [(1, 1, 1), (2, 17, 3), (33, 77, 2), (77, 16, 129), (129, 33, 64)]
+SPLIT_SIZES += [(257, 31, 36), (130, 100, 261), (700, 64, 130)]  # the last: many tiles a block
+
+
+@SPLIT_TILES
+@pytest.mark.parametrize("rows, inner, columns", SPLIT_SIZES)
+def test_split_product_of_odd_sizes(tile, rows, inner, columns):
+    assert_matmul("split", torch.randn(rows, inner), torch.randn(inner, columns), tile=tile)
+
+
+@SPLIT_TILES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_split_product_of_views(tile, layout):
+    a, b = (make() for make in LAYOUTS[layout])
+    assert_matmul("split", a, b, tile=tile)
+
+
+def decades(count, span):
+    """Powers of ten over ``span`` decades, in no order."""
+    return 10.0 ** torch.linspace(-span / 2, span / 2, count)[torch.randperm(count)]
+
+
+HARD = {
+    "rows over ten decades": lambda: (
+        torch.randn(70, 96) * decades(70, 10)[:, None],
+        torch.randn(96, 40),
+    ),
+    "inner axis over ten decades": lambda: (
+        torch.randn(70, 96) * (scale := decades(96, 10)),
+        torch.randn(96, 40) / scale[:, None],
+    ),
+    "columns over ten decades": lambda: (
+        torch.randn(70, 96),
+        torch.randn(96, 40) * decades(40, 10),
+    ),
+    "same sign": lambda: (torch.rand(70, 256), torch.rand(256, 40)),
+    "subnormal": lambda: (torch.randn(70, 40) * 1e-39, torch.randn(40, 40) * 1e20),
+    "near the largest": lambda: (torch.randn(70, 40) * 1e30, torch.randn(40, 40) * 1e6),
+    "an outlier in each row of b": lambda: (
+        torch.randn(70, 96),
+        torch.randn(96, 40).index_put(
+            (torch.arange(96), torch.randint(40, (96,))), decades(96, 30)
+        ),
+    ),
+    "zeros in between": lambda: (
+        torch.randn(70, 96).where(torch.rand(70, 96) < 0.3, torch.zeros(())),
+        torch.randn(96, 40).where(torch.rand(96, 1) < 0.5, torch.zeros(())),
+    ),
+}
+
+
+@pytest.mark.parametrize("data", HARD)
+def test_split_product_of_hard_data(data):
+    a, b = HARD[data]()
+    exact = a.double() @ b.double()
+    # Sums of products are as large as their terms where nothing cancels; what cancels is allowed to
+    # the terms' own precision.
+    terms = a.double().abs() @ b.double().abs()
+    error = (matmul("split", a, b, tile=1) - exact).abs() / terms.clamp_min(1e-300)
+    assert error.max() <= 8e-7  # of one result; the accumulators truncate
+
+
+@SPLIT_TILES
+def test_split_product_keeps_zeros(tile):
+    a, b = torch.randn(40, 40), torch.randn(40, 36)
+    a[7], b[:, 5] = 0.0, 0.0
+    c = matmul("split", a, b, tile=tile)
+    assert (c[7] == 0).all() and (c[:, 5] == 0).all() and (c != 0).sum() == 39 * 35
+
+
+@SPLIT_TILES
+def test_split_product_with_special_numbers(tile):
+    a, b = torch.randn(140, 50), torch.randn(50, 70)
+    a[3, 5], b[7, 9], a[131, 2], a[40, 49] = math.inf, math.nan, -math.inf, 3e38
+    b[49, 60] = 1e30
+    c = matmul("split", a, b, tile=tile)
+    torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def reduce(a, g, hopper, slabs, **settings):
+    settings |= {"rows": len(a), "lines": a.shape[1], "columns": g.shape[1]}
+    settings |= {"a_stride": a.stride(0), "g_stride": g.stride(0)}
+    settings |= {"a_line_stride": a.stride(1), "g_column_stride": g.stride(1)}
+    tensors = {"a": span(a), "g": span(g)}
+    settings |= {"a_offset": a.storage_offset(), "g_offset": g.storage_offset()}
+    c = driver("tensor_matmul").run("reduce", tensors, hopper=hopper, slabs=slabs, **settings)["c"]
+    return c.view(a.shape[1], g.shape[1])
+
+
+REDUCES = pytest.mark.parametrize("hopper", [0, 1], ids=["sm80", "sm90a"])
+REDUCE_SIZES = [(1, 1, 1), (2, 17, 3), (33, 2, 77), (257, 129, 36), (100, 132, 261), (300, 64, 8)]
+
+
+def assert_reduce(a, g, hopper, slabs, **settings):
+    ours = reduce(a, g, hopper, slabs, **settings)
+    exact = a.double().T @ g.double()
+    terms = a.double().abs().T @ g.double().abs()
+    assert ((ours - exact).abs() / terms.clamp_min(1e-300)).max() <= 8e-7
+
+
+@REDUCES
+@pytest.mark.parametrize("slabs", [1, 3])
+@pytest.mark.parametrize("rows, lines, columns", REDUCE_SIZES)
+def test_sum_over_rows(hopper, slabs, rows, lines, columns):
+    slabs = min(slabs, -(-rows // 32))
+    assert_reduce(torch.randn(rows, lines), torch.randn(rows, columns), hopper, slabs)
+
+
+@REDUCES
+def test_sum_over_rows_of_views(hopper):
+    assert_reduce(torch.randn(77, 40)[:, 4:24], torch.randn(77, 40)[:, 1:], hopper, 2)
+    assert_reduce(torch.randn(24, 70).T, torch.randn(70, 9), hopper, 1)
+    assert_reduce(torch.randn(70, 9), torch.randn(1, 1).expand(70, 24), hopper, 1)
+    assert_reduce(torch.randn(66, 128), torch.randn(66, 256), hopper, 2, axes=2)
+
+
+@REDUCES
+def test_sum_over_rows_whose_scales_are_inverse(hopper):
+    scale = decades(200, 10)[:, None]
+    assert_reduce(torch.randn(200, 40) * scale, torch.randn(200, 24) / scale, hopper, 2)
+
+
+@REDUCES
+def test_sum_over_rows_whose_columns_span_decades(hopper):
+    a, g = torch.randn(200, 40) * decades(40, 20), torch.randn(200, 24) * decades(24, 20)
+    a[70:100] = 0.0
+    assert_reduce(a, g, hopper, 2)
+
+
+@REDUCES
+def test_sum_over_rows_with_outliers(hopper):
+    a, g = torch.randn(200, 40), torch.randn(200, 24)
+    a[torch.arange(200), torch.randint(40, (200,))] *= decades(200, 12)
+    g[torch.arange(200), torch.randint(24, (200,))] *= decades(200, 6)
+    assert_reduce(a, g, hopper, 2)
+
+
+@REDUCES
+def test_sum_over_rows_with_special_numbers(hopper):
+    a, g = torch.randn(200, 70), torch.randn(200, 40)
+    a[5, 3], g[7, 9], a[50, 60], a[131, 69] = math.inf, math.nan, math.nan, -math.inf
+    c = reduce(a, g, hopper, 2)
+    torch.testing.assert_close(c, a.T @ g, rtol=1e-5, atol=1e-4, equal_nan=True)

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensor_matmul/plan.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "common/check.h"
 #include "tensor_matmul/config.h"
+#include "tensor_matmul/split.h"
 #include "tensor_matmul/tensor_matmul.h"
 
 namespace fused_ops::tensor_matmul {
@@ -36,27 +40,99 @@ int merge_axes(const std::int64_t* sizes, const std::int64_t* strides, std::size
   return count;
 }
 
-Plan plan(const Problem& problem) {
-  Plan plan;
-  // cuBLAS is near the hardware's limit for the tensor cores' own dtypes (a parameter stored in
-  // another costs it one cast), and the backward pass is two plain products with transposed
-  // operands.
-  const bool fp32 = problem.a == DType::kFloat32 && problem.b == DType::kFloat32 &&
-                    problem.output == DType::kFloat32;
-  if (!fp32 || problem.precision == Precision::kTf32 || problem.backward) {
-    plan.path = Path::kCublas;
-    return plan;
+namespace {
+
+// cuBLAS is near the hardware's limit for the tensor cores' own dtypes; a parameter stored in
+// another costs it one cast.
+bool is_fp32(const Problem& problem) {
+  return problem.a == DType::kFloat32 && problem.b == DType::kFloat32 &&
+         problem.output == DType::kFloat32 && problem.precision == Precision::kIeee;
+}
+
+Choice by_cublas() {
+  Choice choice;
+  choice.plan.path = Path::kCublas;
+  return choice;
+}
+
+Choice by_kernel(Kernel kernel, const char* name, const std::array<int, 3>& tile, int launches) {
+  Choice choice;
+  choice.kernel = kernel;
+  choice.plan.kernel = name;
+  choice.plan.tile = tile;
+  choice.plan.launches = launches;
+  return choice;
+}
+
+// What a block may have. Devices of 8.x and 12.x that are not data-centre ones have less.
+int shared_bytes_of(Capability device) {
+  if (device.major == 8) return (device.minor == 0 || device.minor == 7 ? 163 : 99) * 1024;
+  return (device.major >= 12 ? 99 : 227) * 1024;
+}
+
+std::int64_t blocks(const SplitTile& tile, std::int64_t rows, std::int64_t columns) {
+  return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns);
+}
+
+// Below this many multiplications a kernel on split operands would wait for its preparation longer
+// than it saves: on an H200 both ways take some 30 us here.
+constexpr std::int64_t kLeastSplitWork = std::int64_t{1} << 28;
+// Below so many lines most of a tile would be empty.
+constexpr std::int64_t kLeastSplitLines = 32;
+// Tiles are counted in int, with room for a step beyond the last.
+constexpr std::int64_t kMaxSplitTiles = std::int64_t{1} << 30;
+
+bool is_worth_splitting(const Problem& p) {
+  // As doubles: the product of three sizes can exceed 64 bits.
+  const double work =
+      static_cast<double>(p.rows) * static_cast<double>(p.inner) * static_cast<double>(p.columns);
+  return work >= static_cast<double>(kLeastSplitWork) && p.inner >= kLeastSplitLines &&
+         p.columns >= kLeastSplitLines && build_runs_on(p.device) && p.row_axes <= RowAxes::kMax;
+}
+
+Choice choose_split_forward(const Problem& p) {
+  constexpr int kLaunches = 4;  // three that prepare B
+  const std::int64_t workspace = PreparedB::of(p.inner, p.columns).bytes();
+  Choice choice;
+  const bool wide = p.columns > kSplitTiles[kSmallSplitTile].columns;
+  // A block for every other multiprocessor at least; with fewer the small tile does better.
+  if (wide && build_runs_sm90a_on(p.device) && blocks(kSpecialisedTile, p.rows, p.columns) >= 64) {
+    choice = by_kernel(Kernel::kSplitForwardSm90a, "split_forward_sm90a", kSpecialisedTile.size(),
+                       kLaunches);
+  } else {
+    const SplitTile& large = kSplitTiles[kLargeSplitTile];
+    const bool fits = wide && large.shared_bytes <= shared_bytes_of(p.device) &&
+                      blocks(large, p.rows, p.columns) >= 64;
+    const int tile = fits ? kLargeSplitTile : kSmallSplitTile;
+    choice = by_kernel(Kernel::kSplitForwardSm80, "split_forward_sm80", kSplitTiles[tile].size(),
+                       kLaunches);
+    choice.tile = tile;
+  }
+  choice.plan.workspace_bytes = workspace;
+  return choice;
+}
+
+}  // namespace
+
+Choice choose_forward(const Problem& problem) {
+  if (!is_fp32(problem)) return by_cublas();
+  if (is_worth_splitting(problem) &&
+      blocks(kSplitTiles[kSmallSplitTile], problem.rows, problem.columns) <= kMaxSplitTiles) {
+    return choose_split_forward(problem);
   }
   const int tile = choose_tile(problem.rows, problem.columns);
   const bool fits_grid = blocks(kTiles[tile], problem.rows, problem.columns) <= kMaxBlocks;
   const bool fits_axes = problem.row_axes <= RowAxes::kMax;
   if (build_runs_on(problem.device) && fits_grid && fits_axes) {
-    plan.kernel = "forward_sm80";
-    plan.tile = kTiles[tile].size();
-    plan.launches = problem.rows > 0 && problem.columns > 0 ? 1 : 0;
-    return plan;
+    const bool empty = problem.rows == 0 || problem.columns == 0;
+    Choice choice =
+        by_kernel(Kernel::kForwardSm80, "forward_sm80", kTiles[tile].size(), empty ? 0 : 1);
+    choice.tile = tile;
+    return choice;
   }
 
+  Choice choice;
+  Plan& plan = choice.plan;
   plan.path = Path::kComposition;
   if (!build_runs_on(problem.device)) plan.reasons.push_back(build_reason(problem.device));
   if (!fits_grid) {
@@ -69,7 +145,31 @@ Plan plan(const Problem& problem) {
                                   " leading axes of a that no common stride joins, a has ",
                                   problem.row_axes));
   }
-  return plan;
+  return choice;
+}
+
+Choice choose_reduce(const Problem& problem) {
+  const bool hopper = build_runs_sm90a_on(problem.device);
+  const SplitTile& tile = hopper ? kReduceTileSm90a : kReduceTileSm80;
+  const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
+  // Everything smaller or stranger is cuBLAS's, which sums over rows well.
+  if (!is_fp32(problem) || !is_worth_splitting(problem) || tiles > kMaxSplitTiles ||
+      tile.shared_bytes > shared_bytes_of(problem.device)) {
+    return by_cublas();
+  }
+  // As many slabs as give each multiprocessor of an H200 a block, on every device: so the order of
+  // the sum, and with it the last digit, is the same everywhere.
+  constexpr std::int64_t kProcessors = 132;
+  const std::int64_t chunks = ceil_div(problem.rows, PreparedB::kInner);
+  const std::int64_t slabs = std::max<std::int64_t>(1, std::min(kProcessors / tiles, chunks));
+  Choice choice = by_kernel(hopper ? Kernel::kSplitReduceSm90a : Kernel::kSplitReduceSm80,
+                            hopper ? "split_reduce_sm90a" : "split_reduce_sm80", tile.size(),
+                            slabs > 1 ? 2 : 1);
+  choice.slabs = static_cast<int>(slabs);
+  if (slabs > 1) {
+    choice.plan.workspace_bytes = slabs * problem.inner * problem.columns * 4;
+  }
+  return choice;
 }
 
 namespace {
@@ -91,8 +191,14 @@ Plan answer(const Query& query) {
   problem.a = problem.b = problem.output = query.dtype;
   problem.precision = query.precision;
   problem.device = *query.device;
-  problem.backward = query.backward;
-  return plan(problem);
+  if (!query.backward) return choose_forward(problem).plan;
+  Plan plan = choose_reduce(problem).plan;
+  if (plan.path == Path::kKernel) {  // and the gradient of A: a forward with B's transpose
+    std::swap(problem.inner, problem.columns);
+    problem.row_axes = 1;
+    plan.launches += choose_forward(problem).plan.launches;
+  }
+  return plan;
 }
 
 const Registration registration("tensor_matmul", &answer);

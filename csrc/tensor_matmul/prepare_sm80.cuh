@@ -48,7 +48,8 @@ __device__ inline int exponent_of(float x) {
   return static_cast<int>(__float_as_uint(x * 0x1p64f) >> 23 & 0xff) - 127 - 64;
 }
 
-// The exponents of the rows of B; also clears those of the columns.
+// The exponents of the rows of B; also clears those of the columns. A row's is the mean of its
+// numbers' exponents: the largest would let one outlier in one column set A's scale for them all.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const PrepareParams p) {
   const std::int64_t all = static_cast<std::int64_t>(gridDim.x) * kPrepareThreads;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kPrepareThreads;
@@ -59,23 +60,29 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const Pre
   const int lane = threadIdx.x % 32;
   const std::int64_t l =
       static_cast<std::int64_t>(blockIdx.x) * kPrepareRows + static_cast<int>(threadIdx.x) / 32;
-  int largest = kNoExponent;
+  std::int64_t sum = 0;
+  std::int64_t count = 0;
   if (l < p.inner) {
     const float* row = p.b + l * p.inner_stride;
 #pragma unroll 8
     for (std::int64_t column = lane; column < p.columns; column += 32) {
-      largest = max(largest, exponent_of(row[column * p.column_stride]));
+      const int exponent = exponent_of(row[column * p.column_stride]);
+      if (exponent != kNoExponent) {
+        sum += exponent;
+        ++count;
+      }
     }
   }
 #pragma unroll
   for (int other = 1; other < 32; other *= 2) {
-    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+    sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    count += __shfl_xor_sync(0xffffffffu, count, other);
   }
   if (lane == 0) {
-    const bool empty = largest == kNoExponent;
     // A row of zeros takes A's column out, so that what stands there does not set A's scale.
-    p.row_scales()[l] = empty ? 0.0f : ldexpf(1.0f, largest);
-    p.row_exponents()[l] = empty ? 0 : largest;
+    const int mean = count == 0 ? 0 : static_cast<int>(sum / count);
+    p.row_scales()[l] = count == 0 ? 0.0f : ldexpf(1.0f, mean);
+    p.row_exponents()[l] = mean;
   }
 }
 
@@ -110,9 +117,10 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_split_kernel(const Pr
   if (largest < kNoExponent / 2) largest = 0;  // a column of zeros
   const int top = sm80::kSplitTop - largest;   // may lie far outside fp32's exponents
   if (slab == 0 && threadIdx.x < 32) {
-    // A column so far below the largest of its rows that its scale leaves fp32 is marked by NaN:
-    // its results are computed in plain fp32.
-    p.column_scales()[column] = -top >= -126 ? ldexpf(1.0f, -top) : __uint_as_float(0x7fffffffu);
+    // A column so far from the scale of its rows that its own leaves fp32 is marked by NaN: its
+    // results are computed in plain fp32.
+    const bool representable = -top >= -126 && -top <= 127;
+    p.column_scales()[column] = representable ? ldexpf(1.0f, -top) : __uint_as_float(0x7fffffffu);
   }
 
   constexpr int kPiece = 8;  // halves in 16 bytes

@@ -37,10 +37,15 @@ constexpr int kSmallSplitTile = 1;
 constexpr SplitTile kSpecialisedTile = {128, 256, 64, 64, 1, 205 * 1024};
 constexpr int kSpecialisedStages = 3;
 
+// Of the sum over rows: lines of A and columns of G. Four warps more split.
+constexpr SplitTile kReduceTileSm80 = {128, 128, 32, 64, 1, 135 * 1024};
+constexpr SplitTile kReduceTileSm90a = {128, 256, 64, 64, 1, 201 * 1024};
+constexpr int kSplitWarps = 4;
+
 // B, prepared once per call: scaled, split, and in the order in which shared memory holds it.
-// A's column l is multiplied by 2^r_l, the largest of row l of B, and that row divided by it, so
-// that neither operand's scale along the inner axis matters; then each column of B has its own
-// scale.
+// A's column l is multiplied by 2^r_l, the mean magnitude of row l of B, and that row divided by
+// it, so that neither operand's scale along the inner axis matters; then each column of B has its
+// own scale.
 struct PreparedB {
   std::int64_t chunks;   // of the inner axis
   std::int64_t columns;  // rounded up to whole tiles
@@ -67,5 +72,14 @@ void prepare_b_sm80(const ForwardParams& problem, void* workspace, CUstream_st* 
 void split_forward_sm80(const ForwardParams& problem, int tile, const void* workspace,
                         CUstream_st* stream);
 void split_forward_sm90a(const ForwardParams& problem, const void* workspace, CUstream_st* stream);
+
+// C of a problem whose sizes are none 0: partial results of so many slabs of rows, (slabs, lines,
+// columns), and their sum. With one slab `partial` is C and there is nothing to add.
+void split_reduce_sm80(const ReduceProblem& problem, int slabs, float* partial,
+                       CUstream_st* stream);
+void split_reduce_sm90a(const ReduceProblem& problem, int slabs, float* partial,
+                        CUstream_st* stream);
+void add_slabs_sm80(const ReduceProblem& problem, int slabs, const float* partial,
+                    CUstream_st* stream);
 
 }  // namespace fused_ops::tensor_matmul

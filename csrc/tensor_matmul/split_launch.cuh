@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/launch.h"
+#include "tensor_matmul/split_reduce.cuh"
 #include "tensor_matmul/split_tile.cuh"
 
 namespace fused_ops::tensor_matmul {
@@ -40,6 +41,24 @@ inline void launch_split(const char* what, void (*kernel)(SplitParams),
   params.row_step = grid / params.column_tiles;
   params.column_step = grid % params.column_tiles;
   launch(what, kernel, static_cast<unsigned>(grid), threads, shared_bytes, stream, params);
+}
+
+// Launches a kernel of which each block sums one tile over one slab of the rows.
+inline void launch_reduce(const char* what, void (*kernel)(SplitReduceParams),
+                          const ReduceProblem& problem, const SplitTile& tile, int slabs,
+                          float* partial, unsigned threads, std::size_t shared_bytes,
+                          CUstream_st* stream) {
+  SplitReduceParams params;
+  params.problem = problem;
+  params.partial = partial;
+  params.line_tiles = static_cast<int>(ceil_div(problem.lines, tile.rows));
+  params.column_tiles = static_cast<int>(ceil_div(problem.columns, tile.columns));
+  params.slabs = slabs;
+  params.a_vector = rows_are_vectors(problem.a, problem.a_rows, problem.a_line_stride);
+  params.g_vector = rows_are_vectors(problem.g, problem.g_rows, problem.g_column_stride);
+  params.pairs = aligned(partial, 8) && problem.columns % 2 == 0;
+  launch(what, kernel, static_cast<unsigned>(params.line_tiles) * params.column_tiles * slabs,
+         threads, shared_bytes, stream, params);
 }
 
 }  // namespace fused_ops::tensor_matmul

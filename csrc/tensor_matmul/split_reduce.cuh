@@ -5,10 +5,10 @@
 // A block sums one tile of C over a slab of rows; where there are several slabs, each has a partial
 // result of its own and a second kernel adds those in order, so that the sum is the same each time.
 // Some warps split, the others multiply. A chunk of rows is split in two steps, because both scales
-// it needs run across the rows: each row of A is divided by the power of two of its largest number,
-// and the row of G multiplied by it, so that the two can vary inversely along the sum; then each
-// column has the scale that all its rows give. Columns of which, after the first step, all numbers
-// are below 2^-112 lose digits.
+// it needs run across the rows: each row of A is divided by a power of two, the mean magnitude of
+// its numbers, and the row of G multiplied by it, so that the two can vary inversely along the sum;
+// then each column has the scale that all its rows give. Columns of which, after the first step,
+// all numbers are below 2^-112 lose digits.
 #pragma once
 
 #include "tensor_matmul/split_tile.cuh"
@@ -17,7 +17,7 @@ namespace fused_ops::tensor_matmul {
 
 struct SplitReduceParams {
   ReduceProblem problem;
-  float* partial = nullptr;  // (slabs, lines, columns)
+  float* partial = nullptr;  // (slabs, lines, columns); C itself for one slab
   int line_tiles = 0;
   int column_tiles = 0;
   int slabs = 0;
@@ -133,49 +133,38 @@ struct SplitReduceProducer {
     }
   }
 
-  // The bits of |x| order numbers as integers, infinities and NaN last.
-  template <bool finite_only>
-  static __device__ __forceinline__ unsigned magnitude(float x) {
-    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
-    return finite_only && bits >= 0x7f800000u ? 0 : bits;
-  }
-
   // Finds what to multiply the rows that this warp has copied by: a row of A is divided by the
-  // power of two of its largest number. A row of zeros takes G's row out, so that what stands there
-  // does not set G's scale. What is not finite must not count: it spoils its own line, but the
-  // others need the row. Looking for it costs, so it is left out only when a row turns out to have
-  // some.
-  template <bool finite_only>
+  // power of two that is the mean magnitude of its numbers (of the largest of every four: one
+  // outlier must not set the scale of G's row for all lines). What is not finite does not count: it
+  // spoils its own line, but the others need the row. A row of zeros takes G's row out, so that
+  // what stands there does not set G's scale.
   __device__ __forceinline__ void find_factors(int slot) const {
-    unsigned largest[kRows];
+    unsigned exponent[kRows];  // a sum of biased ones, and in the upper half how many
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      largest[r] = 0;
+      exponent[r] = 0;
 #pragma unroll
       for (int s = 0; s < kLines; s += 128) {
         const float4 x =
             *reinterpret_cast<const float4*>(&shared.raw_a[slot][warp * kRows + r][s + lane * 4]);
-        largest[r] = max(max(max(magnitude<finite_only>(x.x), magnitude<finite_only>(x.y)),
-                             max(magnitude<finite_only>(x.z), magnitude<finite_only>(x.w))),
-                         largest[r]);
+        const unsigned bits =
+            __float_as_uint(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+        const bool counts = bits - 1 < 0x7f7fffffu;  // neither zero nor infinite
+        if (counts) exponent[r] += max(bits >> 23, 1u) | 1u << 16;
       }
     }
-    bool finite = true;
-    int mine = 0;  // lane r keeps that of row r
+    unsigned mine = 0;  // lane r keeps that of row r
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const unsigned bits = __reduce_max_sync(0xffffffffu, largest[r]);
-      finite &= bits < 0x7f800000u;
-      const int exponent = bits == 0 ? 0 : min(max(static_cast<int>(bits >> 23), 1), 253);
-      if (lane == r) mine = exponent;
-    }
-    if constexpr (!finite_only) {
-      if (!finite) return find_factors<true>(slot);
+      const unsigned all = __reduce_add_sync(0xffffffffu, exponent[r]);
+      if (lane == r) mine = all;
     }
     if (lane < kRows) {
-      shared.factor_a[slot][warp * kRows + lane] = sm80::power_of_two(254 - max(mine, 1));
+      const unsigned count = mine >> 16;
+      const unsigned mean = min(max((mine & 0xffffu) / max(count, 1u), 1u), 253u);
+      shared.factor_a[slot][warp * kRows + lane] = sm80::power_of_two(static_cast<int>(254 - mean));
       shared.factor_g[slot][warp * kRows + lane] =
-          __uint_as_float(static_cast<std::uint32_t>(mine) << 23);
+          count == 0 ? 0.0f : sm80::power_of_two(static_cast<int>(mean));
     }
   }
 
@@ -231,7 +220,7 @@ struct SplitReduceProducer {
     for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
       const int stage = slot.stage;
       sm80::cp_async_wait<0>();
-      find_factors<false>(stage);  // from what this lane has copied
+      find_factors(stage);  // from what this lane has copied
       // Now all have copied this chunk and split the last one.
       sm80::named_barrier<1, kThreads>();
       if (chunk + 1 < last_chunk) copy(chunk + 1, stage ^ 1, &next);
@@ -344,25 +333,5 @@ struct SplitReduce {
     }
   }
 };
-
-// Adds the partial results of all slabs, in their order.
-struct AddSlabsParams {
-  const float* partial = nullptr;
-  float* out = nullptr;
-  std::int64_t count = 0;
-  int slabs = 0;
-};
-
-constexpr int kAddSlabsThreads = 256;
-
-__global__ void __launch_bounds__(kAddSlabsThreads) add_slabs_kernel(const AddSlabsParams params) {
-  const std::int64_t i =
-      static_cast<std::int64_t>(blockIdx.x) * kAddSlabsThreads + static_cast<int>(threadIdx.x);
-  if (i >= params.count) return;
-  float sum = params.partial[i];
-#pragma unroll 8
-  for (int slab = 1; slab < params.slabs; ++slab) sum += params.partial[slab * params.count + i];
-  params.out[i] = sum;
-}
 
 }  // namespace fused_ops::tensor_matmul

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/launch.h"
+#include "tensor_matmul/add_slabs_sm80.cuh"
 #include "tensor_matmul/prepare_sm80.cuh"
 #include "tensor_matmul/split_forward_sm80.cuh"
 #include "tensor_matmul/split_launch.cuh"
+#include "tensor_matmul/split_reduce.cuh"
 
 namespace fused_ops::tensor_matmul {
 namespace {
@@ -16,6 +18,15 @@ void launch_tile(const ForwardParams& problem, const void* workspace, CUstream_s
                                     kTile.min_blocks>,
                problem, kTile, Forward::kThreads, sizeof(typename Forward::Shared), workspace,
                stream);
+}
+
+using ReduceSm80 =
+    SplitReduce<kReduceTileSm80.rows, kReduceTileSm80.columns, kReduceTileSm80.warp_rows,
+                kReduceTileSm80.warp_columns, kSplitWarps>;
+
+__global__ void __launch_bounds__(ReduceSm80::kThreads, kReduceTileSm80.min_blocks)
+    split_reduce_sm80_kernel(const __grid_constant__ SplitReduceParams params) {
+  ReduceSm80::run(params, [](bool) {});
 }
 
 }  // namespace
@@ -51,6 +62,25 @@ void split_forward_sm80(const ForwardParams& problem, int tile, const void* work
   } else {
     launch_tile<kSmallSplitTile>(problem, workspace, stream);
   }
+}
+
+void split_reduce_sm80(const ReduceProblem& problem, int slabs, float* partial,
+                       CUstream_st* stream) {
+  launch_reduce("tensor_matmul: launching split_reduce_sm80", split_reduce_sm80_kernel, problem,
+                kReduceTileSm80, slabs, partial, ReduceSm80::kThreads, sizeof(ReduceSm80::Shared),
+                stream);
+}
+
+void add_slabs_sm80(const ReduceProblem& problem, int slabs, const float* partial,
+                    CUstream_st* stream) {
+  AddSlabsParams params;
+  params.partial = partial;
+  params.out = problem.c;
+  params.count = problem.lines * problem.columns;
+  params.slabs = slabs;
+  launch("tensor_matmul: launching add_slabs", add_slabs_kernel,
+         static_cast<unsigned>(ceil_div(params.count, kAddSlabsThreads)), kAddSlabsThreads, 0,
+         stream, params);
 }
 
 }  // namespace fused_ops::tensor_matmul

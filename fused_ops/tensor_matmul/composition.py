@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fused_ops._compose import (
     Arithmetic,
-    Gradients,
     Rows,
     arithmetic,
     block_length,
@@ -66,6 +65,22 @@ def _flat(out: Tensor) -> Tensor | None:
         return None
 
 
+def reduce(a: Tensor, grad: Tensor, precision: str, dtype: torch.dtype | None) -> Tensor:
+    """``a^T @ grad`` over all leading axes: (L, K) in the elementwise dtype."""
+    math_ = arithmetic(a.device, dtype or a.dtype)
+    shape = (a.shape[-1], grad.shape[-1])
+    out = torch.zeros(shape, dtype=math_.elementwise, device=a.device)
+    if a.numel() and grad.numel():
+        a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
+        length = a_rows.length
+        whole = a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul
+        if not whole:
+            length = block_length(a.device, max(shape))
+        for block in blocks(a_rows.length, length):
+            out += matmul(a_rows[block].t(), grad_rows[block], math_)
+    return out
+
+
 def backward(
     grad: Tensor,
     a: Tensor,
@@ -76,20 +91,21 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of the wanted operands: ``grad @ b^T`` and ``a^T @ grad``."""
     math_ = arithmetic(a.device, dtype or a.dtype)
-    sums = Gradients({"a": a, "b": b}, needs, math_.elementwise)
+    # In plain fp32 on CUDA both products may have kernels of ours; C++ decides.
+    kernels = a.is_cuda and a.dtype == b.dtype == grad.dtype == torch.float32
+    kernels = kernels and precision == "ieee" and dtype in (None, torch.float32)
     out = []
     if needs[0]:
-        d_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-        _multiply(grad, b.t(), d_a, math_)
-        out.append(d_a)
+        if kernels:
+            out.append(torch.ops.fused_ops.tensor_matmul_forward(grad, b.t(), precision, None))
+        else:
+            d_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+            _multiply(grad, b.t(), d_a, math_)
+            out.append(d_a)
     if needs[1]:
-        if a.numel() and grad.numel():
-            a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
-            length = a_rows.length
-            whole = a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul
-            if not whole:
-                length = block_length(a.device, max(a.shape[-1], grad.shape[-1]))
-            for block in blocks(a_rows.length, length):
-                sums.add("b", matmul(a_rows[block].t(), grad_rows[block], math_))
-        out.append(sums.one("b"))
+        if kernels:
+            d_b = torch.ops.fused_ops.tensor_matmul_reduce(a, grad, precision, None)
+        else:
+            d_b = reduce(a, grad, precision, dtype)
+        out.append(d_b.to(b.dtype))
     return out

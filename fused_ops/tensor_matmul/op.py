@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fused_ops import _check
 from fused_ops._dispatch import Operator, Result
-from fused_ops._precision import autocast_dtype, resolve_precision
+from fused_ops._precision import autocast_dtype, resolve_precision, run_composition
 from fused_ops.tensor_matmul import composition
 
 NAME = "tensor_matmul"
@@ -34,6 +36,33 @@ OPERATOR = Operator(
     forward=composition.forward,
     backward=composition.backward,
 )
+
+
+def _check_reduce(a: Tensor, grad: Tensor, precision: str, dtype: torch.dtype | None) -> Result:
+    if a.dim() < 1 or grad.shape[:-1] != a.shape[:-1] or grad.dim() != a.dim():
+        raise ValueError(
+            f"{NAME}: the gradient must have the leading axes of a, expected "
+            f"{(*a.shape[:-1], 'K')}, got {tuple(grad.shape)}"
+        )
+    _check.same_device(NAME, "a", a, {"the gradient": grad})
+    result = _check.result_dtype(NAME, {"a": a}, {"the gradient": grad}, dtype)
+    kept = torch.float64 if result == torch.float64 else torch.float32
+    return Result((a.shape[-1], grad.shape[-1]), kept, a.device)
+
+
+def _run_reduce(*args: Any) -> Tensor:
+    result = _check_reduce(*args)
+    return run_composition(composition.reduce, result.device, result.dtype, args[2], args)
+
+
+# The gradient of b by itself: C++ has kernels for it, and comes back here where none fits.
+for _name in (f"{NAME}_reduce", f"{NAME}_reduce_composition"):
+    Operator.register(
+        _name,
+        "(Tensor a, Tensor grad, str precision, ScalarType? dtype) -> Tensor",
+        _run_reduce,
+        lambda *args: _check_reduce(*args).empty(),
+    )
 
 
 def tensor_matmul(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:

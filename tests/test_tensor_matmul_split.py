@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tensor_matmul at sizes where CUDA takes the kernels on split operands; smaller ones run in
+test_emulation.py."""
+
+import pytest
+import torch
+from helpers import evaluate, strided
+
+import fused_ops
+from fused_ops import reference, tensor_matmul
+from fused_ops.testing import relative_error
+
+FUSED = fused_ops.TensorMatmul()
+EAGER = reference.TensorMatmul()
+
+# (rows, L, K) just above the least work, multiples of nothing: wide, narrow, tall, deep.
+SIZES = [(4111, 257, 261), (20011, 77, 178), (70001, 64, 61), (1030, 2049, 130), (300, 8192, 131)]
+
+
+def decades(count, span, device):
+    """Powers of ten over ``span`` decades, in no order."""
+    exponents = torch.linspace(-span / 2, span / 2, count, device=device)
+    return 10.0 ** exponents[torch.randperm(count, device=device)]
+
+
+def normal(rows, inner, k, device):
+    a = torch.randn(rows, inner, device=device)
+    b = torch.randn(inner, k, device=device)
+    return a, b, torch.randn(rows, k, device=device)
+
+
+def rows_over_decades(*sizes):
+    a, b, g = normal(*sizes)
+    return a * decades(len(a), 10, a.device)[:, None], b, g
+
+
+def inner_axis_over_decades(*sizes):
+    a, b, g = normal(*sizes)
+    scale = decades(len(b), 10, a.device)
+    return a * scale, b / scale[:, None], g
+
+
+def inverse_rows(*sizes):
+    """As a normalisation behind the product gives it: small rows have large gradients."""
+    a, b, g = normal(*sizes)
+    scale = decades(len(a), 10, a.device)[:, None]
+    return a * scale, b, g / scale
+
+
+def same_sign(*sizes):
+    return tuple(t.abs() for t in normal(*sizes))
+
+
+def outliers(*sizes):
+    a, b, g = normal(*sizes)
+    for t in (a, b, g):
+        where = torch.randint(t.shape[1], (len(t), 1), device=t.device)
+        t.scatter_(1, where, decades(len(t), 8, t.device)[:, None])
+    return a, b, g
+
+
+DATA = [normal, rows_over_decades, inner_axis_over_decades, inverse_rows, same_sign, outliers]
+
+
+def assert_accurate(a, b, g):
+    """Forward and both gradients within the parity rule, against float64."""
+    tensors = [t.detach().requires_grad_() for t in (a, b)]
+    ours, our_grads = evaluate(FUSED, tensors, g)
+    theirs, their_grads = evaluate(EAGER, tensors, g)
+    exact, exact_grads = evaluate(
+        EAGER, [t.detach().double().requires_grad_() for t in (a, b)], g.double()
+    )
+    for name, one, other, right in (
+        ("result", ours, theirs, exact),
+        ("gradient of a", our_grads[0], their_grads[0], exact_grads[0]),
+        ("gradient of b", our_grads[1], their_grads[1], exact_grads[1]),
+    ):
+        error, allowed = relative_error(one, right), 1.5 * relative_error(other, right) + 2e-7
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize("make", DATA, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_accuracy(device, sizes, make):
+    assert_accurate(*make(*sizes, device))
+
+
+LAYOUTS = {
+    "sliced": lambda a, b, g: (strided(a), strided(b), strided(g)),
+    "transposed": lambda a, b, g: tuple(t.t().contiguous().t() for t in (a, b, g)),
+    "expanded": lambda a, b, g: (
+        a[:1].expand_as(a),
+        b[:, :1].expand_as(b),
+        g[:1, :1].expand_as(g),
+    ),
+    "axes": lambda a, b, g: (
+        a[:4110].view(2, 3, 685, -1).transpose(0, 2),
+        b,
+        g[:4110].view(2, 3, 685, -1).transpose(0, 2),
+    ),
+    "unaligned": lambda a, b, g: (a[1:, 1:], b[1:, 1:], g[1:, 1:]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views(device, layout):
+    a, b, g = LAYOUTS[layout](*normal(4120, 258, 262, device))
+    assert_accurate(a.detach(), b.detach(), g)
+
+
+def test_special_numbers(device):
+    a, b, g = normal(*SIZES[0], device)
+    a[3], b[:, 11] = 0, 0
+    a[5, 7], a[9, 2], a[4000, 256], b[100, 200] = float("inf"), float("nan"), -float("inf"), 3e38
+    a[50, 100] = 3e38
+    tensors = [t.detach().requires_grad_() for t in (a, b)]
+    ours, our_grads = evaluate(FUSED, tensors, g)
+    theirs, their_grads = evaluate(EAGER, tensors, g)
+    for one, other in zip((ours, *our_grads), (theirs, *their_grads), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.isinf(), other.isinf())
+        finite = other.isfinite() & (other.abs() < 1e30)
+        torch.testing.assert_close(one[finite], other[finite], atol=2e-3, rtol=1e-4)
+    assert not ours[3, :11].any()
+    assert not ours[10:4000, 11].any()
+
+
+def test_is_deterministic(device):
+    a, b, g = normal(*SIZES[0], device)
+    tensors = [a.requires_grad_(), b.requires_grad_()]
+    first, first_grads = evaluate(FUSED, tensors, g)
+    again, again_grads = evaluate(FUSED, tensors, g)
+    for one, other in zip((first, *first_grads), (again, *again_grads), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradient_op(device):
+    a, _, g = normal(*SIZES[0], device)
+    ours = torch.ops.fused_ops.tensor_matmul_reduce(a, g, "ieee", None)
+    assert relative_error(ours, a.double().t() @ g.double()) < 1e-6
+    small = a[:70, :20].requires_grad_(), g[:70, :9]
+    torch.library.opcheck(
+        torch.ops.fused_ops.tensor_matmul_reduce.default,
+        (small[0].detach(), small[1], "ieee", None),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    with pytest.raises(ValueError, match="leading axes of a"):
+        torch.ops.fused_ops.tensor_matmul_reduce(a[1:], g, "ieee", None)
+
+
+def test_function_takes_precision(device):
+    a, b, _ = normal(*SIZES[0], device)
+    exact = a.double() @ b.double()
+    assert relative_error(tensor_matmul(a, b, precision="ieee"), exact) < 1e-6
+    assert relative_error(tensor_matmul(a, b, precision="tf32"), exact) < 2e-3
