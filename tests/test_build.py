@@ -251,7 +251,7 @@ def built_capability() -> tuple[int, int]:
 
 @needs_cuda_library
 def test_planner_names_kernel_tile_and_launches_for_fp32():
-    answer = plan(capability=built_capability())
+    answer = plan({"a": [5000, 100], "b": [100, 500]}, capability=built_capability())
     assert answer == {
         "path": "kernel",
         "kernel": "forward_sm80",
@@ -265,8 +265,29 @@ def test_planner_names_kernel_tile_and_launches_for_fp32():
 @needs_cuda_library
 def test_planner_takes_the_small_tile_for_small_problems_and_few_columns():
     small = plan({"a": [2, 100, 64], "b": [64, 64]}, capability=built_capability())
-    narrow = plan({"a": [1 << 20, 64], "b": [64, 40]}, capability=built_capability())
+    narrow = plan({"a": [1 << 16, 64], "b": [64, 40]}, capability=built_capability())
     assert small["tile"] == narrow["tile"] == [64, 64, 16]
+
+
+@needs_cuda_library
+def test_planner_takes_split_operands_for_large_problems():
+    capability = built_capability()
+    hopper = "90a" in INFO["archs"] and capability == (9, 0)
+    arch = "sm90a" if hopper else "sm80"
+    answer = plan(capability=capability)
+    assert answer["kernel"] == f"split_forward_{arch}"
+    assert answer["launches"] == 4
+    # B in halves hi and lo, two scales a row and two a column.
+    assert answer["workspace_bytes"] == 768 * 256 * 4 + 2 * 4 * 256 + 2 * 4 * 768
+    back = plan(capability=capability, backward=True)
+    assert back["kernel"] == f"split_reduce_{arch}"
+    assert back["launches"] == 2 + 4
+    narrow = plan({"a": [1 << 20, 64], "b": [64, 40]}, capability=capability)
+    assert narrow["kernel"] == "split_forward_sm80"
+    assert narrow["tile"] == [64, 128, 32]
+    # One row axis or many: what no kernel can walk goes to PyTorch.
+    deep = {"a": [4096, 8192], "b": [8192, 8192]}
+    assert plan(deep, capability=capability, backward=True)["launches"] == 1 + 4
 
 
 @needs_cuda_library
@@ -311,7 +332,7 @@ def test_planner_says_which_architectures_were_built_when_a_device_is_too_old():
         ("float16", "ieee", False),
         ("float64", "ieee", False),
         ("float32", "tf32", False),
-        ("float32", "ieee", True),
+        ("bfloat16", "ieee", True),
     ],
 )
 def test_planner_leaves_to_cublas_what_it_does_best(dtype, precision, backward):
