@@ -251,7 +251,7 @@ def built_capability() -> tuple[int, int]:
 
 @needs_cuda_library
 def test_planner_names_kernel_tile_and_launches_for_fp32():
-    answer = plan({"a": [5000, 100], "b": [100, 500]}, capability=built_capability())
+    answer = plan({"a": [4, 4096, 60], "b": [60, 128]}, capability=built_capability())
     assert answer == {
         "path": "kernel",
         "kernel": "forward_sm80",
@@ -265,7 +265,7 @@ def test_planner_names_kernel_tile_and_launches_for_fp32():
 @needs_cuda_library
 def test_planner_takes_the_small_tile_for_small_problems_and_few_columns():
     small = plan({"a": [2, 100, 64], "b": [64, 64]}, capability=built_capability())
-    narrow = plan({"a": [1 << 16, 64], "b": [64, 40]}, capability=built_capability())
+    narrow = plan({"a": [1 << 15, 64], "b": [64, 40]}, capability=built_capability())
     assert small["tile"] == narrow["tile"] == [64, 64, 16]
 
 
@@ -282,10 +282,10 @@ def test_planner_takes_split_operands_for_large_problems():
     back = plan(capability=capability, backward=True)
     assert back["kernel"] == f"split_reduce_{arch}"
     assert back["launches"] == 2 + 4
-    narrow = plan({"a": [1 << 20, 64], "b": [64, 40]}, capability=capability)
+    narrow = plan({"a": [1 << 18, 128], "b": [128, 128]}, capability=capability)
     assert narrow["kernel"] == "split_forward_sm80"
     assert narrow["tile"] == [64, 128, 32]
-    # One row axis or many: what no kernel can walk goes to PyTorch.
+    # Where tiles are many, each is summed in one go.
     deep = {"a": [4096, 8192], "b": [8192, 8192]}
     assert plan(deep, capability=capability, backward=True)["launches"] == 1 + 4
 
@@ -342,8 +342,25 @@ def test_planner_leaves_to_cublas_what_it_does_best(dtype, precision, backward):
 
 
 @needs_cuda_library
+@pytest.mark.parametrize(
+    ("a", "b", "backward"),
+    [
+        ([8192, 128], [128, 256], False),  # too few multiplications for split operands
+        ([1024, 8192], [8192, 130], False),  # too few tiles
+        ([1 << 20, 64], [64, 40], False),  # tiles too empty
+        ([1 << 18, 128], [128, 128], True),
+        ([4096, 64], [64, 64], True),
+    ],
+)
+def test_planner_leaves_to_cublas_where_it_is_faster(a, b, backward):
+    answer = plan({"a": a, "b": b}, capability=built_capability(), backward=backward)
+    assert answer["path"] == "cublas"
+    assert answer["reasons"] == []
+
+
+@needs_cuda_library
 def test_planner_refuses_more_blocks_than_a_grid_holds_and_gives_all_reasons():
-    shapes = {"a": [1 << 40, 3], "b": [3, 768000]}
+    shapes = {"a": [1 << 40, 0], "b": [0, 768000]}
     answer = plan(shapes, capability=built_capability())
     assert answer["path"] == "composition"
     assert "at most 2147483647 tiles of 128x128" in answer["reasons"][0]

@@ -74,41 +74,65 @@ std::int64_t blocks(const SplitTile& tile, std::int64_t rows, std::int64_t colum
   return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns);
 }
 
-// Below this many multiplications a kernel on split operands would wait for its preparation longer
-// than it saves: on an H200 both ways take some 30 us here.
-constexpr std::int64_t kLeastSplitWork = std::int64_t{1} << 28;
-// Below so many lines most of a tile would be empty.
-constexpr std::int64_t kLeastSplitLines = 32;
 // Tiles are counted in int, with room for a step beyond the last.
 constexpr std::int64_t kMaxSplitTiles = std::int64_t{1} << 30;
 
-bool is_worth_splitting(const Problem& p) {
-  // As doubles: the product of three sizes can exceed 64 bits.
-  const double work =
-      static_cast<double>(p.rows) * static_cast<double>(p.inner) * static_cast<double>(p.columns);
-  return work >= static_cast<double>(kLeastSplitWork) && p.inner >= kLeastSplitLines &&
-         p.columns >= kLeastSplitLines && build_runs_on(p.device) && p.row_axes <= RowAxes::kMax;
+double work(const Problem& p) {  // as double: the product of three sizes can exceed 64 bits
+  return static_cast<double>(p.rows) * static_cast<double>(p.inner) *
+         static_cast<double>(p.columns);
 }
 
-Choice choose_split_forward(const Problem& p) {
+// Of the results that the tiles hold, how many exist.
+double filled(const SplitTile& tile, std::int64_t rows, std::int64_t columns) {
+  return static_cast<double>(rows) * static_cast<double>(columns) /
+         (static_cast<double>(blocks(tile, rows, columns)) * tile.rows * tile.columns);
+}
+
+bool is_splittable(const Problem& p) {
+  return is_fp32(p) && build_runs_on(p.device) && p.row_axes <= RowAxes::kMax;
+}
+
+// The numbers below are from one H200 with cuBLAS beside: products on split operands win from
+// 2^29.5 multiplications on, where their tiles are many enough for the multiprocessors and filled.
+constexpr double kLeastSplitWork = 1 << 29;
+constexpr std::int64_t kLeastLargeTiles = 96;
+constexpr std::int64_t kLeastSmallTiles = 1024;
+constexpr std::int64_t kLeastSmallColumns = 96;
+constexpr double kLeastFilled = 0.6;
+
+// Up to here a product waits for its launch, and ours is the shorter one; beyond, cuBLAS's FP32
+// kernel is faster than ours.
+constexpr double kMostPlainWork = 1 << 27;
+
+Choice split_forward(Kernel kernel, const char* name, const SplitTile& tile, const Problem& p) {
   constexpr int kLaunches = 4;  // three that prepare B
-  const std::int64_t workspace = PreparedB::of(p.inner, p.columns).bytes();
+  Choice choice = by_kernel(kernel, name, tile.size(), kLaunches);
+  choice.plan.workspace_bytes = PreparedB::of(p.inner, p.columns).bytes();
+  return choice;
+}
+
+// kNone where no kernel on split operands is worth its preparation.
+Choice choose_split_forward(const Problem& p) {
   Choice choice;
-  const bool wide = p.columns > kSplitTiles[kSmallSplitTile].columns;
-  // A block for every other multiprocessor at least; with fewer the small tile does better.
-  if (wide && build_runs_sm90a_on(p.device) && blocks(kSpecialisedTile, p.rows, p.columns) >= 64) {
-    choice = by_kernel(Kernel::kSplitForwardSm90a, "split_forward_sm90a", kSpecialisedTile.size(),
-                       kLaunches);
-  } else {
-    const SplitTile& large = kSplitTiles[kLargeSplitTile];
-    const bool fits = wide && large.shared_bytes <= shared_bytes_of(p.device) &&
-                      blocks(large, p.rows, p.columns) >= 64;
-    const int tile = fits ? kLargeSplitTile : kSmallSplitTile;
-    choice = by_kernel(Kernel::kSplitForwardSm80, "split_forward_sm80", kSplitTiles[tile].size(),
-                       kLaunches);
-    choice.tile = tile;
+  if (!is_splittable(p) || work(p) < kLeastSplitWork) return choice;
+  const bool hopper = build_runs_sm90a_on(p.device);
+  const SplitTile& large = hopper ? kSpecialisedTile : kSplitTiles[kLargeSplitTile];
+  const std::int64_t large_tiles = blocks(large, p.rows, p.columns);
+  if (large_tiles >= kLeastLargeTiles && large_tiles <= kMaxSplitTiles &&
+      filled(large, p.rows, p.columns) >= kLeastFilled &&
+      large.shared_bytes <= shared_bytes_of(p.device)) {
+    if (hopper) return split_forward(Kernel::kSplitForwardSm90a, "split_forward_sm90a", large, p);
+    choice = split_forward(Kernel::kSplitForwardSm80, "split_forward_sm80", large, p);
+    choice.tile = kLargeSplitTile;
+    return choice;
   }
-  choice.plan.workspace_bytes = workspace;
+  const SplitTile& small = kSplitTiles[kSmallSplitTile];
+  const std::int64_t small_tiles = blocks(small, p.rows, p.columns);
+  if (small_tiles >= kLeastSmallTiles && small_tiles <= kMaxSplitTiles &&
+      p.columns >= kLeastSmallColumns && filled(small, p.rows, p.columns) >= kLeastFilled) {
+    choice = split_forward(Kernel::kSplitForwardSm80, "split_forward_sm80", small, p);
+    choice.tile = kSmallSplitTile;
+  }
   return choice;
 }
 
@@ -116,10 +140,9 @@ Choice choose_split_forward(const Problem& p) {
 
 Choice choose_forward(const Problem& problem) {
   if (!is_fp32(problem)) return by_cublas();
-  if (is_worth_splitting(problem) &&
-      blocks(kSplitTiles[kSmallSplitTile], problem.rows, problem.columns) <= kMaxSplitTiles) {
-    return choose_split_forward(problem);
-  }
+  const Choice split = choose_split_forward(problem);
+  if (split.kernel != Kernel::kNone) return split;
+  if (work(problem) > kMostPlainWork && build_runs_on(problem.device)) return by_cublas();
   const int tile = choose_tile(problem.rows, problem.columns);
   const bool fits_grid = blocks(kTiles[tile], problem.rows, problem.columns) <= kMaxBlocks;
   const bool fits_axes = problem.row_axes <= RowAxes::kMax;
@@ -153,7 +176,8 @@ Choice choose_reduce(const Problem& problem) {
   const SplitTile& tile = hopper ? kReduceTileSm90a : kReduceTileSm80;
   const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
   // Everything smaller or stranger is cuBLAS's, which sums over rows well.
-  if (!is_fp32(problem) || !is_worth_splitting(problem) || tiles > kMaxSplitTiles ||
+  if (!is_splittable(problem) || work(problem) < kLeastSplitWork || tiles > kMaxSplitTiles ||
+      filled(tile, problem.inner, problem.columns) < kLeastFilled ||
       tile.shared_bytes > shared_bytes_of(problem.device)) {
     return by_cublas();
   }

@@ -63,8 +63,7 @@ struct SplitForwardSpecialised {
       sm80::cp_async_commit();
       copies.split_a(slot.stage, slot.stage);
       sm80::cp_async_wait<1>();
-      __syncwarp();
-      if (thread % 32 == 0) sm80::mbarrier_arrive(&shared.full[slot.stage]);
+      sm80::mbarrier_arrive(&shared.full[slot.stage]);
       slot.advance();
       at.advance(params);
     }
@@ -80,8 +79,7 @@ struct SplitForwardSpecialised {
     for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
       results.multiply(product, slot.stage);
-      __syncwarp();
-      if (thread % 32 == 0) sm80::mbarrier_arrive(&shared.empty[slot.stage]);
+      sm80::mbarrier_arrive(&shared.empty[slot.stage]);
       slot.advance();
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);
@@ -94,8 +92,8 @@ struct SplitForwardSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm80::mbarrier_init(&shared.full[thread], kProducers / 32);
-      sm80::mbarrier_init(&shared.empty[thread], kConsumers / 32);
+      sm80::mbarrier_init(&shared.full[thread], kProducers);
+      sm80::mbarrier_init(&shared.empty[thread], kConsumers);
     }
     __syncthreads();
     if (thread < kProducers) {

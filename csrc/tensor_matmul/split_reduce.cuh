@@ -236,8 +236,7 @@ struct SplitReduceProducer {
         split_columns(shared.raw_g[stage], shared.factor_g[stage], shared.g[stage],
                       shared.undo_g[stage], first);
       }
-      __syncwarp();
-      if (lane == 0) sm80::mbarrier_arrive(&shared.full[stage]);
+      sm80::mbarrier_arrive(&shared.full[stage]);
       slot.advance();
     }
     sm80::cp_async_wait<0>();
@@ -283,8 +282,8 @@ struct SplitReduce {
     const ReduceProblem& p = params.problem;
     const int thread = thread_index();
     if (thread < Shared::kStages) {
-      sm80::mbarrier_init(&shared.full[thread], kProducers / 32);
-      sm80::mbarrier_init(&shared.empty[thread], kConsumers / 32);
+      sm80::mbarrier_init(&shared.full[thread], kProducers);
+      sm80::mbarrier_init(&shared.empty[thread], kConsumers);
     }
     __syncthreads();
     const int tiles = params.line_tiles * params.column_tiles;
@@ -319,8 +318,7 @@ struct SplitReduce {
       product.multiply(
           sm80::SplitLinesA(shared.a[stage], shared.undo_a[stage], line, lane),
           sm80::SplitLinesB<true>(shared.g[stage], shared.undo_g[stage], column, lane));
-      __syncwarp();
-      if (lane == 0) sm80::mbarrier_arrive(&shared.empty[stage]);
+      sm80::mbarrier_arrive(&shared.empty[stage]);
       slot.advance();
     }
     float* out = params.partial + static_cast<std::int64_t>(slab) * p.lines * p.columns;
