@@ -492,6 +492,12 @@ def test_sum_over_rows(hopper, slabs, rows, lines, columns):
     assert_reduce(torch.randn(rows, lines), torch.randn(rows, columns), hopper, slabs)
 
 
+def test_rings_as_a_race_checker_sees_them(monkeypatch):
+    monkeypatch.setenv("FUSED_OPS_RACECHECK", "1")
+    assert_matmul("split", torch.randn(130, 100), torch.randn(100, 261), tile=2)
+    assert_reduce(torch.randn(300, 64), torch.randn(300, 8), 1, 3)
+
+
 @REDUCES
 def test_sum_over_rows_of_views(hopper):
     assert_reduce(torch.randn(77, 40)[:, 4:24], torch.randn(77, 40)[:, 1:], hopper, 2)

@@ -63,7 +63,7 @@ struct SplitForwardSpecialised {
       sm80::cp_async_commit();
       copies.split_a(slot.stage, slot.stage);
       sm80::cp_async_wait<1>();
-      sm80::mbarrier_arrive(&shared.full[slot.stage]);
+      warp_arrives(params, &shared.full[slot.stage], thread);
       slot.advance();
       at.advance(params);
     }
@@ -79,7 +79,7 @@ struct SplitForwardSpecialised {
     for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
       results.multiply(product, slot.stage);
-      sm80::mbarrier_arrive(&shared.empty[slot.stage]);
+      warp_arrives(params, &shared.empty[slot.stage], thread);
       slot.advance();
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);
@@ -92,8 +92,8 @@ struct SplitForwardSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm80::mbarrier_init(&shared.full[thread], kProducers);
-      sm80::mbarrier_init(&shared.empty[thread], kConsumers);
+      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers));
+      sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
     }
     __syncthreads();
     if (thread < kProducers) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "common/launch.h"
 #include "tensor_matmul/split_reduce.cuh"
@@ -12,6 +13,12 @@ namespace fused_ops::tensor_matmul {
 
 inline bool aligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+// Set for compute-sanitizer's racecheck; see warp_arrives().
+inline bool every_thread_arrives() {
+  static const bool wanted = std::getenv("FUSED_OPS_RACECHECK") != nullptr;
+  return wanted;
 }
 
 // Whether 16 bytes of A can be read at a time, along the inner axis.
@@ -35,6 +42,7 @@ inline void launch_split(const char* what, void (*kernel)(SplitParams),
   params.vector = rows_are_vectors(problem.a, problem.a_rows, problem.a_inner_stride);
   params.along_rows = problem.a_inner_stride != 1;
   params.c_vector = aligned(problem.c, 8) && problem.columns % 2 == 0;
+  params.every_thread_arrives = every_thread_arrives();
   const std::int64_t tiles = static_cast<std::int64_t>(params.row_tiles) * params.column_tiles;
   const std::int64_t alive = static_cast<std::int64_t>(multiprocessors()) * tile.min_blocks;
   const int grid = static_cast<int>(std::min(tiles, alive));
@@ -57,6 +65,7 @@ inline void launch_reduce(const char* what, void (*kernel)(SplitReduceParams),
   params.a_vector = rows_are_vectors(problem.a, problem.a_rows, problem.a_line_stride);
   params.g_vector = rows_are_vectors(problem.g, problem.g_rows, problem.g_column_stride);
   params.pairs = aligned(partial, 8) && problem.columns % 2 == 0;
+  params.every_thread_arrives = every_thread_arrives();
   launch(what, kernel, static_cast<unsigned>(params.line_tiles) * params.column_tiles * slabs,
          threads, shared_bytes, stream, params);
 }

@@ -24,6 +24,7 @@ struct SplitReduceParams {
   bool a_vector = false;  // 16 bytes may be copied at a time
   bool g_vector = false;
   bool pairs = false;  // two columns of a partial result may be stored at once
+  bool every_thread_arrives = false;
 };
 
 template <int kLines, int kColumns, int kSplitWarps>
@@ -236,7 +237,7 @@ struct SplitReduceProducer {
         split_columns(shared.raw_g[stage], shared.factor_g[stage], shared.g[stage],
                       shared.undo_g[stage], first);
       }
-      sm80::mbarrier_arrive(&shared.full[stage]);
+      warp_arrives(params, &shared.full[stage], lane);
       slot.advance();
     }
     sm80::cp_async_wait<0>();
@@ -282,8 +283,8 @@ struct SplitReduce {
     const ReduceProblem& p = params.problem;
     const int thread = thread_index();
     if (thread < Shared::kStages) {
-      sm80::mbarrier_init(&shared.full[thread], kProducers);
-      sm80::mbarrier_init(&shared.empty[thread], kConsumers);
+      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers));
+      sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
     }
     __syncthreads();
     const int tiles = params.line_tiles * params.column_tiles;
@@ -318,7 +319,7 @@ struct SplitReduce {
       product.multiply(
           sm80::SplitLinesA(shared.a[stage], shared.undo_a[stage], line, lane),
           sm80::SplitLinesB<true>(shared.g[stage], shared.undo_g[stage], column, lane));
-      sm80::mbarrier_arrive(&shared.empty[stage]);
+      warp_arrives(params, &shared.empty[stage], lane);
       slot.advance();
     }
     float* out = params.partial + static_cast<std::int64_t>(slab) * p.lines * p.columns;
