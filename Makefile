@@ -13,7 +13,7 @@ help:
 	@echo "make test    install, build, and run all tests"
 	@echo "make lint    ruff, clang-format, mypy"
 	@echo "make docs    HTML pages in docs/_build/html"
-	@echo "make bench   small benchmark against the eager reference"
+	@echo "make bench   the ops against the eager reference and other opponents, 5 minutes on a CPU"
 	@echo "make gpu     the whole GPU round: gpu tests, compute-sanitizer, benchmark"
 
 demo: $(VENV)/installed

@@ -1,128 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks``: measure the ops, print a table, write the numbers as JSON."""
+"""``python -m benchmarks``: our ops against their opponents, as tables and as JSON.
+
+Needs nothing but PyTorch and fused-ops. ``python -m benchmarks.plots FILE.json`` makes the
+pictures.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import pathlib
 import sys
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from benchmarks import (
-    harness,
-    invariant_point_attention,
-    msa_row_attention,
-    tensor_matmul,
-    triangular_multiplicative_update,
-)
+from benchmarks import accuracy, measure, records, report, suites
+from benchmarks.case import MODES
+from benchmarks.opponents import first_line
+from benchmarks.roofline import Rates, measure_rates
 
-CASES = [
-    *tensor_matmul.CASES,
-    *triangular_multiplicative_update.CASES,
-    *msa_row_attention.CASES,
-    *invariant_point_attention.CASES,
-]
 RESULTS = pathlib.Path(__file__).with_name("results")
-# A single forward of it takes seconds on a small CPU and shows nothing there.
-GPU_ONLY = {("tensor_matmul", "headline")}
+# Seconds: for one number of one opponent, and for the whole run.
+DEFAULTS = {"cuda": (0.05, 180.0), "cpu": (0.5, 300.0)}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    many = "; may be given several times, default all"
+    add("--suite", action="append", choices=suites.SUITES, help="what to measure" + many)
+    add("--op", action="append", choices=suites.OPS, help="op to measure" + many)
+    add("--dtype", action="append", choices=list(MODES), help="default: what each case names")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--seconds", type=float, help="on one number of one opponent; 0.05 on cuda, 0.5 on cpu")
+    add("--budget", type=float, help="seconds for the whole run; 180 on cuda, 300 on cpu")
+    add("--no-compile", action="store_true", help="leave out torch.compile and FlexAttention")
+    add("--output", type=pathlib.Path, help="JSON file, default in benchmarks/results")
+    options = parser.parse_args(arguments)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no CUDA device")
+    seconds, budget = DEFAULTS[options.device]
+    options.seconds = options.seconds if options.seconds is not None else seconds
+    options.budget = options.budget if options.budget is not None else budget
+    return options
+
+
+def default_output(machine: dict[str, Any]) -> pathlib.Path:
+    """Named after the GPU, where there is one."""
+    name = machine.get("gpu", "cpu").lower().replace(" ", "-")
+    return RESULTS / f"{name}.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--op", action="append", choices=sorted({case.op for case in CASES}))
-    parser.add_argument("--suite", action="append", choices=["headline", "small", "real"])
-    parser.add_argument("--dtype", action="append", choices=list(harness.DTYPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-backward", action="store_true", help="measure the forward only")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on one number")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file, default benchmarks/results")
-    options = parser.parse_args(arguments)
-
+    options = parse(arguments)
+    work = list(
+        suites.plan(
+            options.device,
+            options.suite or suites.SUITES,
+            options.op or suites.OPS,
+            options.dtype,
+            not options.no_compile,
+        )
+    )
     device = torch.device(options.device)
-    work = [
-        (case, dtype, backward)
-        for case in CASES
-        if not options.op or case.op in options.op
-        if not options.suite or case.suite in options.suite
-        if device.type == "cuda" or (case.op, case.suite) not in GPU_ONLY
-        for dtype in options.dtype or ["fp32", "bf16"]
-        for backward in ([False] if options.no_backward else [False, True])
-    ]
-    rows = []
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=len(work))
-        for case, dtype, backward in work:
-            progress.update(task, description=f"{case.op} {case.name} {dtype}"[:60])
-            rows.append(measure(case, device, dtype, backward, options.seconds))
-            progress.advance(task)
+    results = records.Results(records.machine(device))
+    output = options.output or default_output(results.machine)
+    if options.device == "cpu" and "tf32" in (options.dtype or []):
+        results.skipped.append("tf32: the CPU has no such mode")
+    if options.no_compile:
+        results.skipped.append("compile, flex: --no-compile")
+    progress = report.Progress(len(work), options.budget)
+    progress.show("the machine's limits")
+    rates = measure_rates(device)
+    results.machine |= {"rates": rates, "seconds": options.seconds, "budget": options.budget}
+    left_out = 0
+    for job in work:
+        if progress.over:
+            left_out += 1
+            continue
+        progress.show(str(job))
+        try:
+            outcome = _run(job, device, options.seconds, rates)
+        except Exception as error:
+            traceback.print_exc()
+            results.failed.append(f"{job}: {type(error).__name__}: {first_line(error)}")
+        else:
+            results.records += outcome.records
+            for reason in outcome.skipped:
+                if reason not in results.skipped:
+                    results.skipped.append(reason)
+                    progress.say(f"left out: {reason}")
+        progress.advance()
+        results.write(output)  # after every job: a run may be killed
+    if left_out:
+        results.skipped.append(
+            f"{left_out} of {len(work)} jobs, the last ones: the budget of {options.budget:.0f} s "
+            f"was spent"
+        )
+    progress.close()
+    results.write(output)
+    print(report.text(results))
+    print(f"\nwritten to {output}")
+    return 1 if results.failed else 0
 
-    facts = harness.machine(device)
-    where = facts.get("gpu") or f"CPU, {facts['threads']} threads, {facts['cpu']}"
-    console.print(f"fused-ops {facts['fused_ops']} against eager, torch {facts['torch']}, {where}")
-    for op in dict.fromkeys(row["op"] for row in rows):
-        console.print(table([row for row in rows if row["op"] == op], on_gpu="gpu" in facts))
-    name = facts.get("gpu", "cpu").lower().replace(" ", "-")
-    output = options.output or RESULTS / f"{name}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    console.print(f"written to {output}")
-    return 0
 
-
-def measure(*args: Any) -> dict[str, Any]:
-    """One row. On the CPU each has a process of its own.
+def _run(
+    job: measure.Job | str, device: torch.device, seconds: float, rates: Rates
+) -> measure.Outcome:
+    """One job. On the CPU each that is timed has a process of its own.
 
     How long a large temporary takes to allocate depends on what the process freed before: the
     allocator first returns such memory to the system and later learns to keep it.
     """
-    if args[1].type == "cuda":
-        return harness.measure(*args)
-    context = multiprocessing.get_context("spawn")
+    if isinstance(job, str):
+        return measure.Outcome(list(accuracy.run(device)), [])
+    if device.type == "cuda" or "time" not in job.metrics:
+        return measure.run(job, device, seconds, rates)
+    context = multiprocessing.get_context("forkserver")
+    # PyTorch imports its compiler at the first call of a custom op: seconds, if in every process.
+    context.set_forkserver_preload(["benchmarks.suites", "torch._dynamo"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(harness.measure, *args).result()
-
-
-def table(rows: list[dict[str, Any]], on_gpu: bool) -> Table:
-    """The rows of one op for people: times in ms, peak memory in MiB."""
-    out = Table(title=rows[0]["op"], title_justify="left", title_style="bold")
-    for header in ("sizes", "dtype", "pass", "path"):
-        out.add_column(header, no_wrap=True)
-    headers = ["wall ms", "eager", "ratio"]
-    headers += ["device ms", "eager", "ratio"] if on_gpu else []
-    headers += ["peak MiB", "eager", "error", "eager"]
-    for header in headers:
-        out.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [
-            " ".join(f"{k}={v}" for k, v in row["sizes"].items()),
-            row["dtype"],
-            "fwd+bwd" if "backward" in row["pass"] else "fwd",
-            row["path"],
-            f"{row['fused_wall_ms']:.3g}",
-            f"{row['eager_wall_ms']:.3g}",
-            f"{row['speedup']:.2f}x",
-        ]
-        if on_gpu:
-            cells += [
-                f"{row['fused_device_ms']:.3g}",
-                f"{row['eager_device_ms']:.3g}",
-                f"{row['device_speedup']:.2f}x",
-            ]
-        cells += [f"{row['fused_peak_mib']:.3g}", f"{row['eager_peak_mib']:.3g}"]
-        errors = [row.get("fused_error"), row.get("eager_error")]
-        cells += ["" if e is None else f"{e:.1e}" for e in errors]
-        out.add_row(*cells)
-    return out
+        return pool.submit(measure.run, job, device, seconds, rates).result()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and work of invariant_point_attention."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from benchmarks.harness import Case
+from benchmarks.case import Case
 from fused_ops import reference
 
 
@@ -12,14 +15,15 @@ def make(
     B: int, N: int, c: int, z: int, H: int, Pq: int, Pv: int
 ) -> tuple[nn.Module, list[Tensor]]:
     module = reference.InvariantPointAttention(c, z, H, Pq, Pv)
-    walk = 3.8 * torch.nn.functional.normalize(torch.randn(B, N, 3), dim=-1)  # CA to CA, Angstrom
-    rotations = torch.linalg.qr(torch.randn(B, N, 3, 3, dtype=torch.float64))[0]
-    rotations = rotations * torch.linalg.det(rotations)[..., None, None]
+    walk = 3.8 * normalize(torch.randn(B, N, 3), dim=-1)  # CA to CA, Angstrom
+    first, second = normalize(torch.randn(2, B, N, 3), dim=-1)
+    third = normalize(torch.linalg.cross(first, second), dim=-1)
+    rotations = torch.stack([first, torch.linalg.cross(third, first), third], dim=-2)
     return module, [
         torch.randn(B, N, c),
         torch.randn(B, N, N, z),
         walk.cumsum(dim=1),
-        rotations.float(),
+        rotations,
     ]
 
 
@@ -35,19 +39,16 @@ def elements(B: int, N: int, c: int, z: int, H: int, Pq: int, Pv: int) -> int:
     return B * (N * N * (z + 2 * H) + N * (2 * c + 2 * (4 * c + 3 * H * (2 * Pq + 2 * Pv))))
 
 
+def case(kind: str, *sizes: int, **more: Any) -> Case:
+    named = dict(zip(("B", "N", "c", "z", "H", "Pq", "Pv"), sizes, strict=True))
+    return Case("invariant_point_attention", kind, named, make, flops, elements, **more)
+
+
 CASES = [
-    Case(
-        "invariant_point_attention",
-        suite,
-        dict(zip(("B", "N", "c", "z", "H", "Pq", "Pv"), sizes, strict=True)),
-        make,
-        flops,
-        elements,
-    )
-    for suite, *sizes in (
-        ("headline", 2, 32, 64, 32, 4, 4, 8),
-        ("small", 1, 17, 64, 32, 4, 4, 8),
-        ("real", 1, 256, 384, 128, 12, 4, 8),
-        ("real", 1, 512, 384, 128, 12, 4, 8),
-    )
+    case("headline", 2, 32, 64, 32, 4, 4, 8, modes=("fp32", "tf32", "bf16")),
+    case("small", 1, 17, 64, 32, 4, 4, 8),
+    case("real", 1, 256, 384, 128, 12, 4, 8),
+    case("real", 1, 512, 384, 128, 12, 4, 8),
+    *(case("scaling", 1, n, 384, 128, 12, 4, 8) for n in (32, 64, 128, 256)),
+    *(case("scaling", 1, n, 384, 128, 12, 4, 8, device="cuda") for n in (512, 1024)),
 ]

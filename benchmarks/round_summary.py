@@ -2,7 +2,8 @@
 """The end of a GPU round: a short table, and the same as JSON.
 
 ``python -m benchmarks.round_summary FOLDER step=verdict ...`` reads the JUnit report of the gpu
-tests in FOLDER and writes ``gpu-round.json`` there. The exit status is 1 if any step failed.
+tests and the benchmark's ``gpu.json`` in FOLDER and writes ``gpu-round.json`` there. The exit
+status is 1 if any step failed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import machine
+from benchmarks.records import Record, machine, read, where
 
 
 def test_counts(report: pathlib.Path) -> dict[str, Any]:
@@ -39,6 +40,52 @@ def test_counts(report: pathlib.Path) -> dict[str, Any]:
     }
 
 
+test_counts.__test__ = False  # type: ignore[attr-defined]  # no test, whatever pytest thinks
+
+
+SHORT = {
+    "tensor_matmul": "matmul",
+    "triangular_multiplicative_update": "triangle",
+    "msa_row_attention": "msa row",
+    "invariant_point_attention": "ipa",
+}
+
+
+def speeds(records: list[Record]) -> list[str]:
+    """A line for each contest of the headline and the real shapes: ours, eager, best rival."""
+    contests: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        if record.suite in ("headline", "real") and record.kind != "scaling" and record.time:
+            contests.setdefault(record.contest, {})[record.opponent] = record
+    lines = []
+    for contest in contests.values():
+        ours, eager = contest.get("fused"), contest.get("eager")
+        if ours is None or eager is None or not ours.time or not eager.time:
+            continue
+        line = f"  {SHORT[ours.op]:<9}{ours.shape:<34}{ours.dtype:<5}{ours.direction:<17}"
+        line += f"{ours.time:8.3g} ms  {eager.time / ours.time:5.2f}x eager"
+        others = [
+            (r.time, name)
+            for name, r in contest.items()
+            if r.time and name not in ("fused", "eager", "sdpa core")
+        ]
+        if others:
+            time, name = min(others)
+            line += f"  {time / ours.time:5.2f}x {name}"
+        lines.append(line)
+    return lines
+
+
+def accuracy(records: list[Record]) -> list[str]:
+    """The accuracy suite in one line: its worst case."""
+    ratios = [(r["ratio"] or 0.0, r) for r in records if r.suite == "accuracy"]
+    if not ratios:
+        return []
+    worst, record = max(ratios, key=lambda pair: pair[0])
+    where_ = f"{record.inputs}, {record.shape}, {record.direction}"
+    return [f"  largest error: {worst:.2f} of what is allowed ({where_})"]
+
+
 def main(folder: str, *steps: str) -> int:
     verdicts = dict(step.split("=", 1) for step in steps)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +95,11 @@ def main(folder: str, *steps: str) -> int:
         "steps": verdicts,
     }
     (pathlib.Path(folder) / "gpu-round.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"\nGPU round on {facts['machine'].get('gpu', device)}")
+    print(f"\nGPU round on {where(facts['machine'])}, {facts['machine']['commit']}")
+    benchmark = pathlib.Path(folder) / "gpu.json"
+    if benchmark.exists():
+        measured = read(benchmark).records
+        print("\n".join(speeds(measured) + accuracy(measured)))
     for name, verdict in verdicts.items():
         print(f"  {name:<12} {verdict}")
     tests = facts["tests"]
@@ -56,7 +107,7 @@ def main(folder: str, *steps: str) -> int:
         print(f"  gpu tests: {tests['passed']} passed, {len(tests['failed'])} failed")
         for name in tests["failed"]:
             print(f"    {name}")
-    return any(not verdict.startswith("ok") for verdict in verdicts.values())
+    return int(any(not verdict.startswith("ok") for verdict in verdicts.values()))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small odd shapes through every CUDA kernel, to be run under compute-sanitizer.
 
-Inputs are made on the CPU and copied: with a filter on our kernels, initcheck sees copies but not
-what PyTorch's kernels write, and would call every input uninitialised.
+Inputs are made and results compared on the CPU, so that besides ours only copies and fills run on
+the device: the tools need no filter on kernel names, and initcheck sees all that is written. A
+backward runs only where the plan says that it is ours, not cuBLAS'.
+
+``--kernels`` runs the same under PyTorch's profiler instead and tells which kernels were reached.
 """
 
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 import fused_ops
+from benchmarks import timing
+
+# Rows, inner, columns. The first kernel takes the small ones; from 5e7 operations on the products
+# run on the tensor cores, on split operands.
+SMALL = ((1, 1, 1), (17, 33, 5), (77, 257, 65), (129, 16, 129), (2000, 40, 260), (3, 0, 4))
+LARGE = ((1100, 77, 300), (1500, 96, 200), (2051, 81, 260), (3000, 77, 130))
 
 
-def main() -> None:
+def layouts(matrix: Tensor) -> Iterator[Tensor]:
+    """The same values row by row and column by column."""
+    yield matrix
+    yield matrix.mT.contiguous().mT
+
+
+def check(result: Tensor, exact: Tensor) -> None:
+    error, size = (result.cpu() - exact).norm(), exact.norm()
+    assert error <= 1e-5 * (1 + size), f"off by {error:.3g}, norm {size:.3g}"
+
+
+def run(rows: int, inner: int, columns: int) -> int:
+    """All layouts of one shape; returns the number of backward passes that were ours."""
     multiply = fused_ops.TensorMatmul(precision="ieee")
-    for rows, inner, columns in (
-        (1, 1, 1),
-        (17, 33, 5),
-        (77, 257, 65),
-        (129, 16, 129),
-        (2000, 40, 260),
-        (3, 0, 4),
-    ):
-        a, b = torch.randn(1, rows, inner), torch.randn(inner, columns)
-        for left in (a, a.transpose(1, 2).contiguous().transpose(1, 2)):
-            for right in (b, b.t().contiguous().t()):
-                expected = left.double() @ right.double()
-                on_device = left.cuda(), right.cuda()
-                for copies in (1, 2):
-                    result = multiply(on_device[0].expand(copies, -1, -1), on_device[1]).cpu()
-                    assert (result - expected).norm() <= 1e-5 * (1 + expected.norm())
+    a, b = torch.randn(1, rows, inner), torch.randn(inner, columns)
+    grad = torch.randn(1, rows, columns)
+    exact = a.double() @ b.double()
+    backwards = 0
+    for left in layouts(a):
+        for right in layouts(b):
+            leaves = [x.cuda().requires_grad_() for x in (left, right)]
+            with torch.no_grad():
+                for copies in (1, 2):  # a batch axis of stride 0
+                    check(multiply(leaves[0].expand(copies, -1, -1), leaves[1]), exact)
+            if fused_ops.explain(multiply, *leaves, backward=True).path == "kernel":
+                gradients = torch.autograd.grad(multiply(*leaves), leaves, grad.cuda())
+                check(gradients[0], grad.double() @ b.double().T)
+                check(gradients[1], a[0].double().T @ grad[0].double())
+                backwards += 1
+    return backwards
+
+
+def run_all() -> None:
+    backwards = sum(run(*shape) for shape in (*SMALL, *LARGE))
     torch.cuda.synchronize()
-    print("all cases right")
+    print(f"all cases right, {backwards} backward passes among them")
+
+
+def kernels_of_the_sources() -> set[str]:
+    """Names of all kernels in csrc/, for a report on those that no case reached."""
+    csrc = pathlib.Path(__file__).parents[1] / "csrc"
+    pattern = re.compile(r"__global__[^{;]*?(\w+_kernel)\(", flags=re.DOTALL)
+    files = (*csrc.rglob("*.cu"), *csrc.rglob("*.cuh"))
+    return {name for path in files for name in pattern.findall(path.read_text())}
+
+
+def report_kernels() -> int:
+    """Print which of our kernels the cases reach; 1 if none."""
+    launched = timing.launches(run_all)
+    ours = [name for name in launched if "fused_ops" in name]
+    names = [match[1] for name in ours if (match := re.search(r"(\w+_kernel)\b", name))]
+    reached = {name: names.count(name) for name in dict.fromkeys(names)}
+    print("launched: " + ", ".join(f"{name} {count}x" for name, count in reached.items()))
+    missing = sorted(kernels_of_the_sources() - set(reached))
+    print("not reached: " + (", ".join(missing) or "none"))
+    return 0 if reached else 1
 
 
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    if sys.argv[1:] == ["--kernels"]:
+        sys.exit(report_kernels())
+    run_all()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and work of triangular_multiplicative_update."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Case
+from benchmarks.case import Case
 from fused_ops import reference
 
 
@@ -23,19 +25,17 @@ def elements(B: int, N: int, c: int, h: int) -> int:
     return B * N * N * (2 * c + 6 * h + 1)
 
 
+def case(kind: str, *sizes: int, **more: Any) -> Case:
+    named = dict(zip("BNch", sizes, strict=True))
+    return Case("triangular_multiplicative_update", kind, named, make, flops, elements, **more)
+
+
 CASES = [
-    Case(
-        "triangular_multiplicative_update",
-        suite,
-        dict(zip("BNch", sizes, strict=True)),
-        make,
-        flops,
-        elements,
-    )
-    for suite, *sizes in (
-        ("headline", 2, 32, 64, 32),
-        ("small", 1, 17, 64, 32),
-        ("real", 1, 128, 128, 128),
-        ("real", 1, 256, 128, 128),
-    )
+    case("headline", 2, 32, 64, 32, modes=("fp32", "tf32", "bf16")),
+    case("small", 1, 17, 64, 32),
+    case("real", 1, 128, 128, 128, device="cpu"),
+    case("real", 1, 256, 128, 128),
+    case("real", 1, 512, 128, 128, device="cuda"),
+    *(case("scaling", 1, n, 128, 128) for n in (32, 64, 128, 256)),
+    *(case("scaling", 1, n, 128, 128, device="cuda") for n in (512, 1024)),
 ]
