@@ -21,10 +21,10 @@ from torch import Tensor
 import fused_ops
 from benchmarks import timing
 
-# Rows, inner, columns. The first kernel takes the small ones; from 5e7 operations on the products
-# run on the tensor cores, on split operands.
+# Rows, inner, columns. The first kernel takes the small ones; the large ones are just large enough
+# for those on split operands, of which the second has few columns.
 SMALL = ((1, 1, 1), (17, 33, 5), (77, 257, 65), (129, 16, 129), (2000, 40, 260), (3, 0, 4))
-LARGE = ((1100, 77, 300), (1500, 96, 200), (2051, 81, 260), (3000, 77, 130))
+LARGE = ((6200, 171, 509), (66000, 97, 101))
 
 
 def layouts(matrix: Tensor) -> Iterator[Tensor]:
@@ -45,11 +45,12 @@ def run(rows: int, inner: int, columns: int) -> int:
     grad = torch.randn(1, rows, columns)
     exact = a.double() @ b.double()
     backwards = 0
+    large = (rows, inner, columns) in LARGE  # the tools are slow
     for left in layouts(a):
-        for right in layouts(b):
+        for right in [b] if large else layouts(b):
             leaves = [x.cuda().requires_grad_() for x in (left, right)]
             with torch.no_grad():
-                for copies in (1, 2):  # a batch axis of stride 0
+                for copies in (1,) if large else (1, 2):  # a batch axis of stride 0
                     check(multiply(leaves[0].expand(copies, -1, -1), leaves[1]), exact)
             if fused_ops.explain(multiply, *leaves, backward=True).path == "kernel":
                 gradients = torch.autograd.grad(multiply(*leaves), leaves, grad.cuda())
