@@ -116,13 +116,14 @@ def _subtitle(results: Results) -> str:
 def _finish(figure: Figure, title: str, results: Results, handles: Sequence[Any]) -> Figure:
     """Title, machine, and one legend under all panels."""
     height = figure.get_figheight()
+    lines = math.ceil(1.35 * len(handles) / figure.get_figwidth())  # inches that one takes
     figure.text(0.0, 1 + 0.36 / height, title, fontsize=12, fontweight="bold", va="bottom")
     figure.text(0.0, 1 + 0.16 / height, _subtitle(results), fontsize=8, color="#555555")
     figure.legend(
         handles=handles,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.08 / height),
-        ncols=min(len(handles), 7),
+        ncols=math.ceil(len(handles) / lines),
         handlelength=2.6,
     )
     return figure

@@ -76,7 +76,8 @@ class Record:
     @property
     def contest(self) -> tuple[Any, ...]:
         """Equal for the records that are to be compared with each other."""
-        return (self.suite, self.op, self.shape, self.dtype, self.direction, self.inputs)
+        shape = (self.suite, self.kind, self.op, self.shape)
+        return (*shape, self.dtype, self.direction, self.inputs)
 
 
 @dataclasses.dataclass

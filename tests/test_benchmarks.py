@@ -604,3 +604,7 @@ def test_sanitizer_cases_know_the_kernels_of_the_sources():
     assert {"forward_kernel", "split_forward_kernel", "add_slabs_kernel"} <= names
     for rows, inner, columns in sanitizer_cases.LARGE:
         assert 2 * rows * inner * columns >= 5e7
+
+
+def test_the_same_shape_in_a_scaling_line_is_another_contest():
+    assert record(kind="scaling").contest != record(kind="real").contest
