@@ -69,15 +69,16 @@ def reduce(a: Tensor, grad: Tensor, precision: str, dtype: torch.dtype | None) -
     """``a^T @ grad`` over all leading axes: (L, K) in the elementwise dtype."""
     math_ = arithmetic(a.device, dtype or a.dtype)
     shape = (a.shape[-1], grad.shape[-1])
+    a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
+    length = a_rows.length
+    if not length or not all(shape):
+        return torch.zeros(shape, dtype=math_.elementwise, device=a.device)
+    every = slice(0, length)
+    if a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul:
+        return matmul(a_rows[every].t(), grad_rows[every], math_)
     out = torch.zeros(shape, dtype=math_.elementwise, device=a.device)
-    if a.numel() and grad.numel():
-        a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
-        length = a_rows.length
-        whole = a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul
-        if not whole:
-            length = block_length(a.device, max(shape))
-        for block in blocks(a_rows.length, length):
-            out += matmul(a_rows[block].t(), grad_rows[block], math_)
+    for block in blocks(length, block_length(a.device, max(shape))):
+        out += matmul(a_rows[block].t(), grad_rows[block], math_)
     return out
 
 
