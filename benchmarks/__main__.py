@@ -50,13 +50,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     seconds, budget = DEFAULTS[options.device]
     options.seconds = options.seconds if options.seconds is not None else seconds
     options.budget = options.budget if options.budget is not None else budget
+    if options.seconds <= 0 or options.budget <= 0:
+        parser.error("--seconds and --budget must be above 0")
+    if options.output is not None and options.output.is_dir():
+        parser.error(f"--output must name a file, {options.output} is a folder")
     return options
 
 
-def default_output(machine: dict[str, Any]) -> pathlib.Path:
-    """Named after the GPU, where there is one."""
+def default_output(machine: dict[str, Any], part: bool = False) -> pathlib.Path:
+    """Named after the GPU, where there is one; a part of the cases has a file of its own."""
     name = machine.get("gpu", "cpu").lower().replace(" ", "-")
-    return RESULTS / f"{name}.json"
+    return RESULTS / f"{name}{'-part' if part else ''}.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     device = torch.device(options.device)
     results = records.Results(records.machine(device))
-    output = options.output or default_output(results.machine)
+    part = bool(options.suite or options.op or options.dtype or options.no_compile)
+    output = options.output or default_output(results.machine, part)
     if options.device == "cpu" and "tf32" in (options.dtype or []):
         results.skipped.append("tf32: the CPU has no such mode")
     if options.no_compile:

@@ -29,7 +29,14 @@ T = TypeVar("T")
 NAMESPACE = "fused_ops"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_PLAIN_OTHERS = frozenset((int, float, bool, str, torch.dtype, type(None)))
+# What a schema takes as it is, by the type that the schema names; the rest it converts or refuses.
+_PLAIN_OTHERS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+    "ScalarType?": (torch.dtype, type(None)),
+}
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 # Calls whose checks are remembered, of one op. Shapes repeat; a workload in which they do not
 # must not fill the memory.
@@ -134,6 +141,7 @@ class Operator:
         self.differentiable = tuple(names.index(d) for d in differentiable)
         others = [i for i in range(len(names)) if i not in self._tensors]
         self._others = operator.itemgetter(*others)  # a tuple: there are two at least
+        self._other_types = tuple(_PLAIN_OTHERS[arguments[i].split()[0]] for i in others)
         self._precision = names.index("precision")
         self._good: dict[tuple[Any, ...], Result] = {}
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
@@ -198,9 +206,11 @@ class Operator:
 
     def _signature(self, args: Sequence[Any]) -> tuple[Any, ...] | None:
         """All that the checks of a call on plain CPU tensors depend on; None for other calls."""
+        if len(args) != len(self._names):
+            return None
         others = self._others(args)
-        for value in others:
-            if type(value) not in _PLAIN_OTHERS:  # the schema may convert or refuse it
+        for value, types in zip(others, self._other_types, strict=True):
+            if type(value) not in types:  # the schema converts or refuses it
                 return None
         parts: list[Any] = []
         for i in self._tensors:

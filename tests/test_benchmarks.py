@@ -103,6 +103,7 @@ def test_defaults_are_those_of_the_device():
     assert (options.seconds, options.budget) == main.DEFAULTS["cpu"]
     assert main.default_output({"device": "cpu"}).name == "cpu.json"
     assert main.default_output({"gpu": "NVIDIA H200"}).name == "nvidia-h200.json"
+    assert main.default_output({"device": "cpu"}, part=True).name == "cpu-part.json"
     line = "--device cpu --op tensor_matmul --suite real --suite memory --dtype bf16 "
     options = main.parse(
         [*line.split(), *["--seconds", "0", "--budget", "7", "--output", "x.json"]]

@@ -368,6 +368,13 @@ def test_planner_refuses_more_blocks_than_a_grid_holds_and_gives_all_reasons():
 
 
 @needs_cuda_library
+def test_planner_survives_sizes_whose_product_overflows():
+    shapes = {"a": [1 << 20, 1 << 50], "b": [1 << 50, 1 << 50]}
+    answer = plan(shapes, capability=built_capability(), backward=True)
+    assert answer["path"] == "cublas"
+
+
+@needs_cuda_library
 def test_planner_merges_leading_axes_and_counts_those_that_remain():
     shapes = {"a": [2] * 10 + [4], "b": [4, 5]}
     assert plan(shapes, capability=built_capability())["path"] == "kernel"

@@ -792,3 +792,20 @@ def test_expanded_inputs_are_not_copied():
         ours = peak_memory(lambda: fused(msa, pair), "cpu")
     # A copy would be 16 blocks for either.
     assert ours <= (s * n * c + 4 * n * n) * 4 + 14 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("num_heads", [2.0, True, "2", None])
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "after a right call"])
+def test_number_of_heads_is_an_int_on_every_path(num_heads, warm):
+    """A wrong type is refused by the schema, and what it leaves behind harms no right call."""
+    fused = fused_ops.MSARowAttention(8, 6, 2).eval()
+    args = fused._operands(torch.randn(2, 3, 5, 8), torch.randn(2, 5, 5, 6))
+    where = OPERATOR._names.index("num_heads")
+    wrong = [*args[:where], num_heads, *args[where + 1 :]]
+    with torch.no_grad():
+        right = OPERATOR(*args) if warm else None
+        # True is converted to 1, which the weights do not fit.
+        with pytest.raises((RuntimeError, ValueError), match="num_heads"):
+            OPERATOR(*wrong)
+        result = OPERATOR(*args)
+    assert right is None or torch.equal(result, right)

@@ -93,7 +93,7 @@ bool is_splittable(const Problem& p) {
 }
 
 // The numbers below are from one H200 with cuBLAS beside: products on split operands win from
-// 2^29.5 multiplications on, where their tiles are many enough for the multiprocessors and filled.
+// 2^29 multiplications on, where their tiles are many enough for the multiprocessors and filled.
 constexpr double kLeastSplitWork = 1 << 29;
 constexpr std::int64_t kLeastLargeTiles = 96;
 constexpr std::int64_t kLeastSmallTiles = 1024;
@@ -176,8 +176,8 @@ Choice choose_reduce(const Problem& problem) {
   const SplitTile& tile = hopper ? kReduceTileSm90a : kReduceTileSm80;
   const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
   // Everything smaller or stranger is cuBLAS's, which sums over rows well.
-  if (!is_splittable(problem) || work(problem) < kLeastSplitWork || tiles > kMaxSplitTiles ||
-      filled(tile, problem.inner, problem.columns) < kLeastFilled ||
+  if (!is_splittable(problem) || work(problem) < kLeastSplitWork || tiles < 1 ||
+      tiles > kMaxSplitTiles || filled(tile, problem.inner, problem.columns) < kLeastFilled ||
       tile.shared_bytes > shared_bytes_of(problem.device)) {
     return by_cublas();
   }
