@@ -50,8 +50,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     seconds, budget = DEFAULTS[options.device]
     options.seconds = options.seconds if options.seconds is not None else seconds
     options.budget = options.budget if options.budget is not None else budget
-    if options.seconds <= 0 or options.budget <= 0:
-        parser.error("--seconds and --budget must be above 0")
+    if options.seconds < 0 or options.budget < 0:
+        parser.error("--seconds and --budget must not be negative")
     if options.output is not None and options.output.is_dir():
         parser.error(f"--output must name a file, {options.output} is a folder")
     return options

@@ -609,3 +609,10 @@ def test_sanitizer_cases_know_the_kernels_of_the_sources():
 
 def test_the_same_shape_in_a_scaling_line_is_another_contest():
     assert record(kind="scaling").contest != record(kind="real").contest
+
+
+@pytest.mark.parametrize("wrong", [["--budget", "-1"], ["--seconds", "-1"], ["--output", "."]])
+def test_wrong_arguments_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main.parse(["--device", "cpu", *wrong])
+    assert "must" in capsys.readouterr().err
