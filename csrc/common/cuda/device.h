@@ -24,8 +24,8 @@ __device__ inline T& shared_memory() {
 #endif
 }
 
-// threadIdx.x, for one-dimensional blocks. Read once and kept: the compiler would rather read the
-// special register again, which takes some twenty cycles.
+// threadIdx.x as an int, for one-dimensional blocks. The volatile read keeps the front end from
+// repeating it; ptxas still reads the register again where registers are scarce.
 __device__ inline int thread_index() {
 #ifdef __CUDACC__
   int index;
