@@ -34,12 +34,12 @@ constexpr int kLargeSplitTile = 0;
 constexpr int kSmallSplitTile = 1;
 
 // Of the kernel with specialised warps, for compute capability 9.0.
-constexpr SplitTile kSpecialisedTile = {128, 256, 64, 64, 1, 205 * 1024};
+constexpr SplitTile kSpecialisedTile = {128, 256, 16, 256, 1, 205 * 1024};
 constexpr int kSpecialisedStages = 3;
 
 // Of the sum over rows: lines of A and columns of G. Four warps more split.
 constexpr SplitTile kReduceTileSm80 = {128, 128, 32, 64, 1, 135 * 1024};
-constexpr SplitTile kReduceTileSm90a = {128, 256, 64, 64, 1, 201 * 1024};
+constexpr SplitTile kReduceTileSm90a = {128, 256, 16, 256, 1, 201 * 1024};
 constexpr int kSplitWarps = 4;
 
 // B, prepared once per call: scaled, split, and in the order in which shared memory holds it.

@@ -15,15 +15,16 @@ template <int kRows, int kColumns, int kWarpRows, int kWarpColumns>
 struct SplitForward {
   static constexpr int kStages = 2;
   using Shared = SplitShared<kRows, kColumns, kStages>;
-  using Results = SplitResults<kRows, kColumns, kWarpRows, kWarpColumns, kStages>;
-  static constexpr int kThreads = Results::kThreads;
+  using Warps = sm80::SplitWarps<kRows, kColumns, kWarpRows, kWarpColumns>;
+  using Results = SplitResults<kRows, kColumns, kStages, Warps>;
+  static constexpr int kThreads = Warps::kThreads;
   using Copies = SplitCopies<kRows, kColumns, kThreads, kStages>;
 
   static __device__ __forceinline__ void run(const SplitParams& params) {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     const Copies copies{shared, params, thread};
-    const Results results{shared, params, thread};
+    const Results results{shared, params, Warps{thread}};
     const bool early = thread < kThreads / 2;
 
     SplitStream a_at(params), b_at(params), at(params);
@@ -66,7 +67,7 @@ struct SplitForward {
       // Half of the warps split first and multiply then, half the other way round: so the tensor
       // cores of each quarter of the multiprocessor always have a warp that feeds them.
       if (early && more) copies.split_a(stage ^ 1, stage ^ 1);
-      results.multiply(product, stage);
+      results.multiply(product, stage, [] {});
       if (!early && more) copies.split_a(stage ^ 1, stage ^ 1);
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);

@@ -4,12 +4,12 @@
 // those that multiply hold large tiles and need not share their issue slots with the splitting.
 #pragma once
 
-#include "common/cuda/sm90a/instructions.cuh"
+#include "common/cuda/sm90a/split.cuh"
 #include "tensor_matmul/split_tile.cuh"
 
 namespace fused_ops::tensor_matmul {
 
-template <int kRows, int kColumns, int kWarpRows, int kWarpColumns, int kStages>
+template <int kRows, int kColumns, int kStages>
 struct SplitForwardSpecialised {
   struct Shared : SplitShared<kRows, kColumns, kStages> {
     std::uint64_t full[kStages];   // a and b of a stage may be read
@@ -17,12 +17,13 @@ struct SplitForwardSpecialised {
   };
   static constexpr int kProducers = 128;
   using Copies = SplitCopies<kRows, kColumns, kProducers, kStages>;
-  using Results = SplitResults<kRows, kColumns, kWarpRows, kWarpColumns, kStages>;
-  static constexpr int kConsumers = Results::kThreads;
+  using Warps = sm90a::SplitWarpgroups<kRows, kColumns>;
+  using Results = SplitResults<kRows, kColumns, kStages, Warps>;
+  static constexpr int kConsumers = Warps::kThreads;
   static constexpr int kThreads = kProducers + kConsumers;
   // The block has what it was launched with, a multiple of 8 for each thread; no more can be taken.
   static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = 56;
+  static constexpr int kProducerRegisters = 88;
   static constexpr int kConsumerRegisters =
       (kRegisters * kThreads - kProducerRegisters * kProducers) / kConsumers / 8 * 8;
 
@@ -63,6 +64,7 @@ struct SplitForwardSpecialised {
       sm80::cp_async_commit();
       copies.split_a(slot.stage, slot.stage);
       sm80::cp_async_wait<1>();
+      Warps::publish();
       warp_arrives(params, &shared.full[slot.stage], thread);
       slot.advance();
       at.advance(params);
@@ -72,14 +74,14 @@ struct SplitForwardSpecialised {
 
   static __device__ __forceinline__ void consume(Shared& shared, const SplitParams& params,
                                                  int thread) {
-    const Results results{shared, params, thread};
+    const Results results{shared, params, Warps{thread}};
     typename Results::Product product;
     product.clear();
     Slot<kStages> slot;
     for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
-      results.multiply(product, slot.stage);
-      warp_arrives(params, &shared.empty[slot.stage], thread);
+      results.multiply(product, slot.stage,
+                       [&] { warp_arrives(params, &shared.empty[slot.stage], thread); });
       slot.advance();
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);
@@ -106,11 +108,10 @@ struct SplitForwardSpecialised {
   }
 };
 
-template <int kRows, int kColumns, int kWarpRows, int kWarpColumns, int kStages>
-__global__ void __launch_bounds__(
-    SplitForwardSpecialised<kRows, kColumns, kWarpRows, kWarpColumns, kStages>::kThreads, 1)
+template <int kRows, int kColumns, int kStages>
+__global__ void __launch_bounds__(SplitForwardSpecialised<kRows, kColumns, kStages>::kThreads, 1)
     split_forward_specialised_kernel(const __grid_constant__ SplitParams params) {
-  SplitForwardSpecialised<kRows, kColumns, kWarpRows, kWarpColumns, kStages>::run(params);
+  SplitForwardSpecialised<kRows, kColumns, kStages>::run(params);
 }
 
 }  // namespace fused_ops::tensor_matmul

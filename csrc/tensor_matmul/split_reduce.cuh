@@ -28,7 +28,7 @@ struct SplitReduceParams {
 };
 
 template <int kLines, int kColumns, int kSplitWarps>
-struct alignas(128) SplitReduceShared {
+struct alignas(1024) SplitReduceShared {
   static constexpr int kInner = sm80::kSplitInner;
   static constexpr int kStages = 2;
   unsigned char a[kStages][kLines * sm80::kSplitLineBytes];
@@ -209,6 +209,7 @@ struct SplitReduceProducer {
     undo[column] = sm80::split_undo(most);
   }
 
+  template <class Warps>
   __device__ __forceinline__ void run(int first_chunk, int last_chunk) const {
     const ReduceProblem& p = params.problem;
     const std::int64_t first_row = std::int64_t{first_chunk} * kInner + warp * kRows;
@@ -237,6 +238,7 @@ struct SplitReduceProducer {
         split_columns(shared.raw_g[stage], shared.factor_g[stage], shared.g[stage],
                       shared.undo_g[stage], first);
       }
+      Warps::publish();
       warp_arrives(params, &shared.full[stage], lane);
       slot.advance();
     }
@@ -244,14 +246,14 @@ struct SplitReduceProducer {
   }
 };
 
-template <int kLines, int kColumns, int kWarpLines, int kWarpColumns, int kSplitWarps>
+// Warps: those that multiply, sm80::SplitWarps or the like.
+template <int kLines, int kColumns, int kSplitWarps, class Warps>
 struct SplitReduce {
   using Shared = SplitReduceShared<kLines, kColumns, kSplitWarps>;
   using Producer = SplitReduceProducer<kLines, kColumns, kSplitWarps>;
-  using Product = sm80::SplitProduct<kWarpLines, kWarpColumns>;
-  static constexpr int kWarpsAcross = kColumns / kWarpColumns;
+  using Product = typename Warps::Product;
   static constexpr int kProducers = Producer::kThreads;
-  static constexpr int kConsumers = 32 * (kLines / kWarpLines) * kWarpsAcross;
+  static constexpr int kConsumers = Warps::kThreads;
   static constexpr int kThreads = kProducers + kConsumers;
 
   // Plain fp32 for the results of one thread.
@@ -301,34 +303,31 @@ struct SplitReduce {
       const bool plain = params.a_vector && params.g_vector && p.a_rows.count == 1 &&
                          p.g_rows.count == 1 && first_line + kLines <= p.lines &&
                          first_column + kColumns <= p.columns;
-      Producer{shared, params, first_line, first_column, plain, thread / 32, thread % 32}.run(
-          first_chunk, last_chunk);
+      Producer{shared, params, first_line, first_column, plain, thread / 32, thread % 32}
+          .template run<Warps>(first_chunk, last_chunk);
       return;
     }
     exchange(false);
-    const int warp = thread / 32 - kProducers / 32;
+    const Warps warps{thread - kProducers};
     const int lane = thread % 32;
-    const int line = warp / kWarpsAcross * kWarpLines;
-    const int column = warp % kWarpsAcross * kWarpColumns;
     Product product;
     product.clear();
     Slot<Shared::kStages> slot;
     for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
       const int stage = slot.stage;
       sm80::mbarrier_wait(&shared.full[stage], slot.round);
-      product.multiply(
-          sm80::SplitLinesA(shared.a[stage], shared.undo_a[stage], line, lane),
-          sm80::SplitLinesB<true>(shared.g[stage], shared.undo_g[stage], column, lane));
-      warp_arrives(params, &shared.empty[stage], lane);
+      warps.template multiply<true>(product, shared.a[stage], shared.undo_a[stage], shared.g[stage],
+                                    shared.undo_g[stage],
+                                    [&] { warp_arrives(params, &shared.empty[stage], lane); });
       slot.advance();
     }
     float* out = params.partial + static_cast<std::int64_t>(slab) * p.lines * p.columns;
-    const bool finite = store_results(product, out, p.lines, p.columns, first_line + line,
-                                      first_column + column, params.pairs, lane);
+    const bool finite = store_results(product, out, p.lines, p.columns, first_line + warps.row(),
+                                      first_column + warps.column(), params.pairs, lane);
     if (!finite) {
       redo(params, out, std::int64_t{first_chunk} * Shared::kInner,
-           min(std::int64_t{last_chunk} * Shared::kInner, p.rows), first_line + line,
-           first_column + column);
+           min(std::int64_t{last_chunk} * Shared::kInner, p.rows), first_line + warps.row(),
+           first_column + warps.column());
     }
   }
 };

@@ -21,8 +21,9 @@ void launch_tile(const ForwardParams& problem, const void* workspace, CUstream_s
 }
 
 using ReduceSm80 =
-    SplitReduce<kReduceTileSm80.rows, kReduceTileSm80.columns, kReduceTileSm80.warp_rows,
-                kReduceTileSm80.warp_columns, kSplitWarps>;
+    SplitReduce<kReduceTileSm80.rows, kReduceTileSm80.columns, kSplitWarps,
+                sm80::SplitWarps<kReduceTileSm80.rows, kReduceTileSm80.columns,
+                                 kReduceTileSm80.warp_rows, kReduceTileSm80.warp_columns>>;
 
 __global__ void __launch_bounds__(ReduceSm80::kThreads, kReduceTileSm80.min_blocks)
     split_reduce_sm80_kernel(const __grid_constant__ SplitReduceParams params) {

@@ -8,12 +8,12 @@ namespace fused_ops::tensor_matmul {
 namespace {
 
 using ReduceSm90a =
-    SplitReduce<kReduceTileSm90a.rows, kReduceTileSm90a.columns, kReduceTileSm90a.warp_rows,
-                kReduceTileSm90a.warp_columns, kSplitWarps>;
+    SplitReduce<kReduceTileSm90a.rows, kReduceTileSm90a.columns, kSplitWarps,
+                sm90a::SplitWarpgroups<kReduceTileSm90a.rows, kReduceTileSm90a.columns>>;
 
 // What the block was launched with, 168 registers a thread, is all that its warps can have.
-constexpr int kSplittersRegisters = 72;
-constexpr int kMultipliersRegisters = 216;
+constexpr int kSplittersRegisters = 88;
+constexpr int kMultipliersRegisters = 208;
 static_assert(ReduceSm90a::kProducers * kSplittersRegisters +
                   ReduceSm90a::kConsumers * kMultipliersRegisters <=
               65536 / ReduceSm90a::kThreads / 8 * 8 * ReduceSm90a::kThreads);
@@ -33,11 +33,9 @@ __global__ void __launch_bounds__(ReduceSm90a::kThreads, kReduceTileSm90a.min_bl
 
 void split_forward_sm90a(const ForwardParams& problem, const void* workspace, CUstream_st* stream) {
   constexpr SplitTile kTile = kSpecialisedTile;
-  using Forward = SplitForwardSpecialised<kTile.rows, kTile.columns, kTile.warp_rows,
-                                          kTile.warp_columns, kSpecialisedStages>;
+  using Forward = SplitForwardSpecialised<kTile.rows, kTile.columns, kSpecialisedStages>;
   launch_split("tensor_matmul: launching split_forward_sm90a",
-               split_forward_specialised_kernel<kTile.rows, kTile.columns, kTile.warp_rows,
-                                                kTile.warp_columns, kSpecialisedStages>,
+               split_forward_specialised_kernel<kTile.rows, kTile.columns, kSpecialisedStages>,
                problem, kTile, Forward::kThreads, sizeof(typename Forward::Shared), workspace,
                stream);
 }

@@ -27,7 +27,7 @@ struct SplitParams {
 };
 
 template <int kRows, int kColumns, int kStages>
-struct alignas(128) SplitShared {
+struct alignas(1024) SplitShared {
   static constexpr int kInner = sm80::kSplitInner;
   unsigned char b[kStages][kColumns * sm80::kSplitLineBytes];
   unsigned char a[kStages][kRows * sm80::kSplitLineBytes];
@@ -294,26 +294,19 @@ struct SplitCopies {
   }
 };
 
-// The results' way into C, by the warps that hold them: kWarpsAcross of them along a row.
-template <int kRows, int kColumns, int kWarpRows, int kWarpColumns, int kStages>
+// The results' way into C, by the warps that hold them (sm80::SplitWarps or the like).
+template <int kRows, int kColumns, int kStages, class Warps>
 struct SplitResults {
-  static constexpr int kWarpsAcross = kColumns / kWarpColumns;
-  static constexpr int kThreads = 32 * (kRows / kWarpRows) * kWarpsAcross;
-  using Product = sm80::SplitProduct<kWarpRows, kWarpColumns>;
+  using Product = typename Warps::Product;
 
   SplitShared<kRows, kColumns, kStages>& shared;
   const SplitParams& params;
-  int thread;
+  Warps warps;
 
-  __device__ __forceinline__ int warp_row() const { return thread / 32 / kWarpsAcross * kWarpRows; }
-  __device__ __forceinline__ int warp_column() const {
-    return thread / 32 % kWarpsAcross * kWarpColumns;
-  }
-
-  __device__ __forceinline__ void multiply(Product& product, int stage) const {
-    const int lane = thread % 32;
-    product.multiply(sm80::SplitLinesA(shared.a[stage], shared.undo[stage], warp_row(), lane),
-                     sm80::SplitLinesB<false>(shared.b[stage], nullptr, warp_column(), lane));
+  template <class Release>
+  __device__ __forceinline__ void multiply(Product& product, int stage, Release release) const {
+    warps.template multiply<false>(product, shared.a[stage], shared.undo[stage], shared.b[stage],
+                                   nullptr, release);
   }
 
   // Plain fp32 for the results of one thread, straight from global memory.
@@ -342,11 +335,11 @@ struct SplitResults {
 
   __device__ __forceinline__ void store(Product& product, const SplitStream& at) const {
     const ForwardParams& p = params.problem;
-    const int lane = thread % 32;
-    const std::int64_t first_row = static_cast<std::int64_t>(at.row_tile) * kRows + warp_row();
+    const int lane = warps.thread % 32;
+    const std::int64_t first_row = static_cast<std::int64_t>(at.row_tile) * kRows + warps.row();
     const std::int64_t first_column =
-        static_cast<std::int64_t>(at.column_tile) * kColumns + warp_column();
-    const float* scales = &shared.column_scale[at.turn][warp_column() + lane % 4 * 2];
+        static_cast<std::int64_t>(at.column_tile) * kColumns + warps.column();
+    const float* scales = &shared.column_scale[at.turn][warps.column() + lane % 4 * 2];
 #pragma unroll
     for (int j = 0; j < Product::kColumnTiles; ++j) {
       const float2 scale = *reinterpret_cast<const float2*>(scales + j * 8);

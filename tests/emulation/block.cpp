@@ -11,6 +11,7 @@
 
 #include "emulation/cuda.h"
 #include "emulation/fiber.h"
+#include "emulation/warpgroup.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -56,6 +57,7 @@ struct Thread {
   Site site;
   const void* key = nullptr;  // of wait_for
   CopyQueue copies;
+  WarpgroupQueue products;
   Fiber fiber;
 };
 
@@ -296,6 +298,7 @@ void Block::live(Thread* thread) {
     try {
       (*body_)();
       thread->copies.check_empty();
+      thread->products.check_empty();
     } catch (const Cancelled&) {
     } catch (...) {
       if (!error_) error_ = std::current_exception();
@@ -345,6 +348,7 @@ void Block::run(unsigned threads, std::size_t bytes, void* memory,
     pool_[i]->started = pool_[i]->done = false;
     pool_[i]->key = nullptr;
     pool_[i]->copies.abandon();
+    pool_[i]->products.abandon();
     warps_[i / kWarpSize].ready |= std::uint32_t{1} << i % kWarpSize;
   }
   for (Warp& warp : warps_) warp.done = ~warp.ready;
@@ -356,7 +360,10 @@ void Block::run(unsigned threads, std::size_t bytes, void* memory,
   if (error_) {
     Thread* next = pick();
     if (next) hand_over(home_, next);
-    for (unsigned i = 0; i < threads; ++i) pool_[i]->copies.abandon();
+    for (unsigned i = 0; i < threads; ++i) {
+      pool_[i]->copies.abandon();
+      pool_[i]->products.abandon();
+    }
     std::rethrow_exception(error_);
   }
 }
@@ -440,6 +447,10 @@ CopyQueue& copies() {
   return block.current->copies;
 }
 
+WarpgroupQueue& warpgroup() {
+  return block.current->products;
+}
+
 void run(unsigned grid_x, unsigned threads, std::size_t shared_bytes,
          const std::function<void()>& body) {
   if (threads == 0 || threads > 1024) throw Fault("a block has 1 to 1024 threads");
@@ -449,7 +460,7 @@ void run(unsigned grid_x, unsigned threads, std::size_t shared_bytes,
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned i = grid_x; i > 1; --i) std::swap(order[i - 1], order[block.random.below(i)]);
   // Of the exact size, so that AddressSanitizer sees an access behind it.
-  const std::align_val_t alignment{128};
+  const std::align_val_t alignment{1024};
   struct Free {
     std::align_val_t alignment;
     void operator()(void* memory) const { ::operator delete(memory, alignment); }

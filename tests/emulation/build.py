@@ -33,6 +33,7 @@ MACHINERY = {
     "block": ["-O2", "-fsanitize=address"],
     "copies": ["-O2", "-fsanitize=address"],
     "barriers": ["-O2", "-fsanitize=address"],
+    "warpgroup": ["-O2", "-fsanitize=address"],
     "driver": ["-O1", "-fsanitize=address"],
     "tensor_core": ["-O3"],
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "emulation/sm80.h"
+#include "emulation/warpgroup.h"
 
 namespace fused_ops::sm90a {
 
@@ -19,6 +20,32 @@ void take_registers(emulation::Site site = emulation::Site::here()) {
   static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0);
   emulation::meet_warp("take_registers", emulation::Aligned::kYes, 0xffffffff, nullptr, nullptr,
                        site);
+}
+
+inline void fence_async_reads() {}  // in here everybody sees what was written
+
+using MatrixDescriptor = std::uint64_t;
+
+inline MatrixDescriptor matrix_descriptor(sm80::SharedAddress address) {
+  return std::uint64_t{1} << 62 | std::uint64_t{1024 >> 4} << 32 | (address & 0x3ffff) >> 4;
+}
+
+inline void wgmma_begin() {
+  emulation::warpgroup().begin();
+}
+
+inline void wgmma_wait(float (&d)[16][4], emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().wait(d[0], site);
+}
+
+inline void wgmma_f16(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
+                      emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().add("wgmma_f16", d[0], {a, b, false, site});
+}
+
+inline void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
+                           emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().add("wgmma_f16_zero", d[0], {a, b, true, site});
 }
 
 }  // namespace fused_ops::sm90a

@@ -15,9 +15,9 @@ namespace fused_ops {
 // emulation can poison and check all of it; the launcher passes sizeof(T).
 template <class T>
 __device__ inline T& shared_memory() {
-  static_assert(alignof(T) <= 128);
+  static_assert(alignof(T) <= 1024);
 #ifdef __CUDACC__
-  extern __shared__ __align__(128) unsigned char fused_ops_shared_memory[];
+  extern __shared__ __align__(1024) unsigned char fused_ops_shared_memory[];
   return *reinterpret_cast<T*>(fused_ops_shared_memory);
 #else
   return *static_cast<T*>(emulation::shared_memory(sizeof(T)));

@@ -196,4 +196,35 @@ struct SplitProduct {
   }
 };
 
+// A block's kRows x kColumns results, shared out among its warps.
+template <int kRows, int kColumns, int kRowsOfWarp, int kColumnsOfWarp>
+struct SplitWarps {
+  using Product = SplitProduct<kRowsOfWarp, kColumnsOfWarp>;
+  static constexpr int kWarpRows = kRowsOfWarp;
+  static constexpr int kWarpColumns = kColumnsOfWarp;
+  static constexpr int kWarpsAcross = kColumns / kWarpColumns;
+  static constexpr int kThreads = 32 * (kRows / kWarpRows) * kWarpsAcross;
+
+  int thread;
+
+  __device__ __forceinline__ int row() const { return thread / 32 / kWarpsAcross * kWarpRows; }
+  __device__ __forceinline__ int column() const {
+    return thread / 32 % kWarpsAcross * kWarpColumns;
+  }
+
+  // Whoever wrote operands calls this before the barrier behind which they are multiplied.
+  static __device__ __forceinline__ void publish() {}
+
+  // total += undo * (a * b) for kSplitInner of the inner axis, both operands in lines; `release` is
+  // called when they have been read.
+  template <bool scaled, class Release>
+  __device__ __forceinline__ void multiply(Product& product, const unsigned char* a,
+                                           const float* a_undo, const unsigned char* b,
+                                           const float* b_undo, Release release) const {
+    product.multiply(SplitLinesA(a, a_undo, row(), thread % 32),
+                     SplitLinesB<scaled>(b, b_undo, column(), thread % 32));
+    release();
+  }
+};
+
 }  // namespace fused_ops::sm80

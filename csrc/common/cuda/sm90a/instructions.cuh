@@ -13,6 +13,15 @@
 
 namespace fused_ops::sm90a {
 
+// The 64 accumulators d[16][4] as operands of an asm statement.
+#define FUSED_OPS_SUMS_4(kind, d) kind((d)[0]), kind((d)[1]), kind((d)[2]), kind((d)[3])
+#define FUSED_OPS_SUMS_16(kind, d)                                                                \
+  FUSED_OPS_SUMS_4(kind, (d)[0]), FUSED_OPS_SUMS_4(kind, (d)[1]), FUSED_OPS_SUMS_4(kind, (d)[2]), \
+      FUSED_OPS_SUMS_4(kind, (d)[3])
+#define FUSED_OPS_SUMS(kind, d)                                   \
+  FUSED_OPS_SUMS_16(kind, (d)), FUSED_OPS_SUMS_16(kind, (d) + 4), \
+      FUSED_OPS_SUMS_16(kind, (d) + 8), FUSED_OPS_SUMS_16(kind, (d) + 12)
+
 // Changes how many registers each thread of a warpgroup has; all four warps call it.
 template <int registers>
 __device__ __forceinline__ void give_registers() {
@@ -23,6 +32,79 @@ template <int registers>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
+
+// What this thread's ordinary writes to shared memory were, asynchronous reads of it by wgmma will
+// see, after a barrier that both sides pass.
+__device__ __forceinline__ void fence_async_reads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A matrix in shared memory whose lines (rows of the left operand, columns of the right one) are
+// 128 bytes, with 16-byte pieces in the order piece ^ (line % 8); every eight lines begin at a
+// multiple of 1024. A product takes 32 bytes of each line, from `address` on.
+using MatrixDescriptor = std::uint64_t;
+
+__device__ __forceinline__ MatrixDescriptor matrix_descriptor(sm80::SharedAddress address) {
+  constexpr std::uint64_t kEightLines = std::uint64_t{1024 >> 4} << 32;
+  constexpr std::uint64_t kOrder = std::uint64_t{1} << 62;  // of 128-byte lines
+  return kOrder | kEightLines | (address & 0x3ffff) >> 4;
+}
+
+// Products of a warpgroup, asynchronous: between wgmma_begin() and wgmma_wait() nobody touches the
+// accumulators and nobody writes the operands.
+__device__ __forceinline__ void wgmma_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of products and waits for all.
+__device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  // The accumulators are named, so that the compiler does not read them before.
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS("+f", d) : : "memory");
+}
+
+// d += a * b on 64x16 by 16x128 halves with fp32 accumulators. Of each 8 columns warp w of the
+// warpgroup holds rows 16w to 16w+15, distributed as mma_f16 has it.
+__device__ __forceinline__ void wgmma_f16(float (&d)[16][4], MatrixDescriptor a,
+                                          MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS("+f", d)
+      : "l"(a), "l"(b));
+}
+
+// d = a * b, the same otherwise.
+__device__ __forceinline__ void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a,
+                                               MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS("=&f", d)
+      : "l"(a), "l"(b));
+}
+
+#undef FUSED_OPS_SUMS
+#undef FUSED_OPS_SUMS_16
+#undef FUSED_OPS_SUMS_4
 
 }  // namespace fused_ops::sm90a
 
