@@ -3,8 +3,9 @@
 meets all of them, and gives the median of each, in milliseconds; the calls have been made
 once before.
 
-``device``  CUDA events around one call, the second-level cache overwritten before it. A call that
-            the host cannot issue fast enough is charged for the wait, as it is in a model.
+``device``  CUDA events around one call, the second-level cache overwritten before it, as often as
+            the host needs to issue the call meanwhile: what the device takes when it need not wait
+            for the host. What the host costs stands under ``wall`` and ``host``.
 ``wall``    ``perf_counter`` around one call and a synchronization: how long one call takes.
 ``host``    ``perf_counter`` around calls that are issued back to back, none of them waited for:
             how long the host is busy. Where the device cannot keep up it may include a wait.
@@ -17,6 +18,7 @@ On the CPU there is only ``wall``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -67,16 +69,31 @@ def wall(calls: Sequence[Call], device: torch.device, seconds: float) -> list[fl
 def device(calls: Sequence[Call], seconds: float) -> list[float]:
     cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
 
+    def issue_ms(call: Call) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def elapsed_ms(call: Call, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
     def sampler(call: Call) -> Callable[[], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        fill = min(elapsed_ms(cache.zero_, start, end) for _ in range(3))
+        issue = statistics.median(issue_ms(call) for _ in range(3))
+        # Twice as long as it should take: the host is disturbed now and then. Not longer than the
+        # queue of the device lasts, nor than is worth waiting for.
+        fills = max(1, min(200, math.ceil(2 * issue / fill)))
 
         def sample() -> float:
-            cache.zero_()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end)
+            for _ in range(fills):
+                cache.zero_()
+            return elapsed_ms(call, start, end)
 
         return sample
 

@@ -76,6 +76,14 @@ class Result(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+class _Known(NamedTuple):
+    """What is remembered of a call whose checks have passed."""
+
+    result: Result
+    composed: bool
+    """Whether no kernel of ours takes it."""
+
+
 class _NoDoubleBackward(torch.autograd.Function):
     """Passes gradients through and refuses to be differentiated.
 
@@ -143,7 +151,8 @@ class Operator:
         self._others = operator.itemgetter(*others)  # a tuple: there are two at least
         self._other_types = tuple(_PLAIN_OTHERS[arguments[i].split()[0]] for i in others)
         self._precision = names.index("precision")
-        self._good: dict[tuple[Any, ...], Result] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._backward_kernels: dict[str, bool] = {}
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
 
@@ -183,18 +192,21 @@ class Operator:
                 argument = args[i]
                 if argument is not None and argument.requires_grad:
                     return self._function.apply(*args)
-        if self._nobody_watches():
-            signature = self._signature(args)
-            if signature is not None:
-                return self._run_plain(signature, args)
+        return self._run_forward(args)
+
+    def _run_forward(self, args: Sequence[Any]) -> Tensor:
+        """Without autograd: straight to the composition where nothing else could run."""
+        known = self._recall(args)
+        if known is not None and known.composed:
+            return self._compose_result(known.result, args)
         return self._forward_op(*args)
 
     @staticmethod
     def _nobody_watches() -> bool:
         """Whether no mode, transform, tracer or profiler waits to see the op in the dispatcher.
 
-        For plain CPU tensors the dispatcher would then only come back to :meth:`_run`, at a tenth
-        of the price of a small call.
+        For plain tensors without a kernel of ours the dispatcher would then only come back to
+        :meth:`_run`, at a tenth of the price of a small call; on CUDA by way of C++, at more.
         """
         return not (
             torch._C._len_torch_dispatch_stack()
@@ -205,7 +217,10 @@ class Operator:
         )
 
     def _signature(self, args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """All that the checks of a call on plain CPU tensors depend on; None for other calls."""
+        """All that the checks and the plan of a call on plain tensors depend on.
+
+        None for other tensors than plain ones of CPU or CUDA.
+        """
         if len(args) != len(self._names):
             return None
         others = self._others(args)
@@ -217,22 +232,35 @@ class Operator:
             tensor = args[i]
             if tensor is None:
                 parts.append(None)
-            elif type(tensor) in _PLAIN_TENSORS and tensor.is_cpu:
-                parts.append(tensor.shape)
-                parts.append(tensor.dtype)
+            elif type(tensor) not in _PLAIN_TENSORS:
+                return None
+            elif tensor.is_cpu:
+                parts += (tensor.shape, tensor.dtype)
+            elif tensor.is_cuda:
+                parts += (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
             else:
                 return None
         return (*parts, *others)
 
-    def _run_plain(self, signature: tuple[Any, ...], args: Sequence[Any]) -> Tensor:
-        """:meth:`_run` on plain CPU tensors. Checks that have passed once pass again."""
-        result = self._good.get(signature)
-        if result is None:
+    def _recall(self, args: Sequence[Any]) -> _Known | None:
+        """What is known of a call on plain tensors that nobody watches, checked now or before."""
+        if not self._nobody_watches():
+            return None
+        signature = self._signature(args)
+        if signature is None:
+            return None
+        known = self._known.get(signature)
+        if known is None:
             result = self.check(*args)
-            if len(self._good) >= _REMEMBERED:
-                self._good.clear()
-            self._good[signature] = result
-        return self._compose_result(result, args)
+            composed = True
+            if result.device.type == "cuda":
+                composed = self.query(args).plan()["path"] != "kernel"
+            if composed:
+                self._warn(result, args, backward=False)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            known = self._known[signature] = _Known(result, composed)
+        return known
 
     def _refuse_forward_mode(self, args: Sequence[Any]) -> None:
         for i in self._tensors:
@@ -352,7 +380,7 @@ class Operator:
         for i, tensor in zip(self._tensors, ctx.saved_tensors, strict=True):
             args[i] = tensor
         needs = [ctx.needs_input_grad[i] for i in self.differentiable]
-        grads = self._backward_op(grad, *args, needs)
+        grads = self._run_gradients(grad, args, needs)
         if torch.is_grad_enabled():
             anchors = [args[i] for i in self.differentiable if ctx.needs_input_grad[i]]
             grads = _NoDoubleBackward.apply(self.name, len(grads), *grads, *anchors, grad)
@@ -363,13 +391,29 @@ class Operator:
                 out[i] = next(remaining)
         return tuple(out)
 
+    def _run_gradients(self, grad: Tensor, args: list[Any], needs: list[bool]) -> list[Tensor]:
+        """The gradients; straight from the composition where no device has anything else."""
+        if type(grad) in _PLAIN_TENSORS and not torch.is_grad_enabled():
+            known = self._recall(args)
+            if known is not None and not self._has_backward_kernel(known.result.device.type):
+                return self._run_backward(grad, *args, needs)
+        return self._backward_op(grad, *args, needs)
+
+    def _has_backward_kernel(self, device_type: str) -> bool:
+        known = self._backward_kernels.get(device_type)
+        if known is None:
+            name = f"{NAMESPACE}::{self.name}_backward"
+            known = torch._C._dispatch_has_kernel_for_dispatch_key(name, device_type.upper())
+            self._backward_kernels[device_type] = known
+        return known
+
     def _make_function(self) -> type[torch.autograd.Function]:
         op = self
 
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(*args: Any) -> Tensor:
-                return op._forward_op(*args)
+                return op._run_forward(args)
 
             @staticmethod
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -69,8 +69,8 @@ def _composition_scope(device: torch.device, dtype: torch.dtype, precision: str)
             stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda" and dtype == torch.float32:
             stack.enter_context(_setting_lock)
-            previous = _MATMUL.fp32_precision
-            if previous != precision:
+            if _global_fp32_precision() != precision:
+                previous = _MATMUL.fp32_precision
                 _MATMUL.fp32_precision = precision
                 stack.callback(setattr, _MATMUL, "fp32_precision", previous)
         yield

@@ -57,6 +57,20 @@ RING_PLANTED = {
     "ring_missing_named_barrier": None,
     "ring_wrong_named_barrier": r"named_barrier: others who wait there expect \d+ threads",
 }
+# And for a warpgroup's product.
+WARPGROUP_PLANTED = {
+    "missing_begin": r"wgmma_f16_zero: wgmma_begin\(\) is missing",
+    "never_waited": r"returns without having waited for the product",
+    "early_read": None,
+    "touched_sums": r"wgmma_wait: the accumulators have been written to",
+    "other_sums": r"wgmma_f16_zero: other products are under way",
+    "early_write": None,
+    "missing_barrier": None,
+    "unaligned_lines": r"wgmma: lines must begin at a multiple of 1024 bytes",
+    "pieces_in_order": None,
+    "other_descriptor": r"wgmma_f16_zero: lanes have different descriptors",
+    "outside": r"wgmma: the address lies outside of shared memory",
+}
 SEEDS = pytest.mark.parametrize("seed", [1, 2])
 
 
@@ -75,6 +89,13 @@ def ring(planted, seed):
     return (y.view(40, 64) - (x + x.flip(1))).abs().max()
 
 
+def warpgroup(planted, seed):
+    """How far that product is off; integers, so that a misplaced one shows and sums are exact."""
+    a, b = (torch.randint(-8, 9, (count, 128)).half() for count in (64, 128))
+    run = driver("warpgroup_faults").run(planted, {"a": a, "b": b}, seed=seed, inner=128)
+    return (run["d"].view(64, 128).double() - a.double() @ b.double().T).abs().max()
+
+
 def assert_found(run, planted, seed, said):
     if said is None:
         assert not run(planted, seed) < 1  # NaN is found too
@@ -87,6 +108,7 @@ def assert_found(run, planted, seed, said):
 def test_right_kernels_pass(seed):
     assert product("nothing", seed) < 1e-4
     assert ring("ring_nothing", seed) == 0
+    assert warpgroup("nothing", seed) == 0
 
 
 @SEEDS
@@ -101,9 +123,18 @@ def test_every_fault_planted_in_the_ring_is_found(planted, seed):
     assert_found(ring, planted, seed, RING_PLANTED[planted])
 
 
-def test_every_fault_of_the_driver_is_tried():
-    names = re.findall(r'\{"(\w+)", Planted::', (SOURCES / "faults.cpp").read_text())
-    assert set(names) == {"nothing", "ring_nothing", *PLANTED, *RING_PLANTED}
+@SEEDS
+@pytest.mark.parametrize("planted", WARPGROUP_PLANTED)
+def test_every_fault_planted_in_a_warpgroup_is_found(planted, seed):
+    assert_found(warpgroup, planted, seed, WARPGROUP_PLANTED[planted])
+
+
+def test_every_fault_of_the_drivers_is_tried():
+    def names(file):
+        return set(re.findall(r'\{"(\w+)", Planted::', (SOURCES / file).read_text()))
+
+    assert names("faults.cpp") == {"nothing", "ring_nothing", *PLANTED, *RING_PLANTED}
+    assert names("warpgroup_faults.cpp") == {"nothing", *WARPGROUP_PLANTED}
 
 
 def test_a_fault_ends_its_launch_and_no_other():

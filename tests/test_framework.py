@@ -400,7 +400,7 @@ def test_checks_are_remembered_for_what_was_checked_only(op, monkeypatch):
         return check(*args)
 
     monkeypatch.setattr(operator, "check", check)
-    monkeypatch.setattr(operator, "_good", {})
+    monkeypatch.setattr(operator, "_known", {})
     with torch.no_grad():
         for n, count in ((5, 1), (5, 1), (6, 2), (5, 2)):
             fused(*inputs(op, n, grad=False))
@@ -413,7 +413,7 @@ def test_checks_are_remembered_for_what_was_checked_only(op, monkeypatch):
         monkeypatch.setattr(_dispatch, "_REMEMBERED", 2)
         for n in range(1, 6):
             fused(*inputs(op, n, grad=False))
-        assert len(operator._good) <= 2
+        assert len(operator._known) <= 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

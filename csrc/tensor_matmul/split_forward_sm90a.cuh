@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The product of split_forward_sm80.cuh with its warps specialised: one warpgroup copies and
-// splits, the others multiply and store. On Hopper warps can hand registers to each other, so that
-// those that multiply hold large tiles and need not share their issue slots with the splitting.
+// The product of split_forward_sm80.cuh for Hopper, its warps specialised: one warpgroup copies and
+// splits, the others multiply by wgmma and store. Registers are handed from the first to the
+// others, so that those hold large tiles.
 #pragma once
 
 #include "common/cuda/sm90a/split.cuh"
@@ -23,7 +23,7 @@ struct SplitForwardSpecialised {
   static constexpr int kThreads = kProducers + kConsumers;
   // The block has what it was launched with, a multiple of 8 for each thread; no more can be taken.
   static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = 88;
+  static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters =
       (kRegisters * kThreads - kProducerRegisters * kProducers) / kConsumers / 8 * 8;
 

@@ -41,7 +41,7 @@ inline void launch_split(const char* what, void (*kernel)(SplitParams),
   params.column_tiles = static_cast<int>(ceil_div(problem.columns, tile.columns));
   params.vector = rows_are_vectors(problem.a, problem.a_rows, problem.a_inner_stride);
   params.along_rows = problem.a_inner_stride != 1;
-  params.c_vector = aligned(problem.c, 8) && problem.columns % 2 == 0;
+  params.c_vector = aligned(problem.c, 16) && problem.columns % 4 == 0;
   params.every_thread_arrives = every_thread_arrives();
   const std::int64_t tiles = static_cast<std::int64_t>(params.row_tiles) * params.column_tiles;
   const std::int64_t alive = static_cast<std::int64_t>(multiprocessors()) * tile.min_blocks;
@@ -64,7 +64,7 @@ inline void launch_reduce(const char* what, void (*kernel)(SplitReduceParams),
   params.slabs = slabs;
   params.a_vector = rows_are_vectors(problem.a, problem.a_rows, problem.a_line_stride);
   params.g_vector = rows_are_vectors(problem.g, problem.g_rows, problem.g_column_stride);
-  params.pairs = aligned(partial, 8) && problem.columns % 2 == 0;
+  params.out_vector = aligned(partial, 16) && problem.columns % 4 == 0;
   params.every_thread_arrives = every_thread_arrives();
   launch(what, kernel, static_cast<unsigned>(params.line_tiles) * params.column_tiles * slabs,
          threads, shared_bytes, stream, params);

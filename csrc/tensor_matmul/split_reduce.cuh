@@ -23,7 +23,7 @@ struct SplitReduceParams {
   int slabs = 0;
   bool a_vector = false;  // 16 bytes may be copied at a time
   bool g_vector = false;
-  bool pairs = false;  // two columns of a partial result may be stored at once
+  bool out_vector = false;  // four columns of a partial result may be stored at once
   bool every_thread_arrives = false;
 };
 
@@ -162,7 +162,9 @@ struct SplitReduceProducer {
     }
     if (lane < kRows) {
       const unsigned count = mine >> 16;
-      const unsigned mean = min(max((mine & 0xffffu) / max(count, 1u), 1u), 253u);
+      const float sum = static_cast<float>(mine & 0xffffu);
+      const auto ratio = static_cast<unsigned>(__fdividef(sum, static_cast<float>(max(count, 1u))));
+      const unsigned mean = min(max(ratio, 1u), 253u);
       shared.factor_a[slot][warp * kRows + lane] = sm80::power_of_two(static_cast<int>(254 - mean));
       shared.factor_g[slot][warp * kRows + lane] =
           count == 0 ? 0.0f : sm80::power_of_two(static_cast<int>(mean));
@@ -323,7 +325,7 @@ struct SplitReduce {
     }
     float* out = params.partial + static_cast<std::int64_t>(slab) * p.lines * p.columns;
     const bool finite = store_results(product, out, p.lines, p.columns, first_line + warps.row(),
-                                      first_column + warps.column(), params.pairs, lane);
+                                      first_column + warps.column(), params.out_vector, lane);
     if (!finite) {
       redo(params, out, std::int64_t{first_chunk} * Shared::kInner,
            min(std::int64_t{last_chunk} * Shared::kInner, p.rows), first_line + warps.row(),

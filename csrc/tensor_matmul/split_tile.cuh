@@ -22,7 +22,7 @@ struct SplitParams {
   int column_step = 0;
   bool vector = false;      // A's rows are 16-byte aligned and contiguous
   bool along_rows = false;  // else: A's neighbours in memory are rows
-  bool c_vector = false;    // C's column pairs are 8-byte aligned
+  bool c_vector = false;    // four columns of C can be stored at once
   bool every_thread_arrives = false;
 };
 
@@ -93,27 +93,38 @@ __device__ __forceinline__ void warp_arrives(const Params& params, std::uint64_t
 }
 
 // Stores a warp's results at (first_row, first_column) of a contiguous (rows, columns) matrix, as
-// far as they lie inside. Returns whether all of this thread's are finite. `pairs`: two columns may
-// be stored at once.
+// far as they lie inside. Returns whether all of this thread's are finite. `fours`: four columns
+// may be stored at once.
 template <class Product>
 __device__ __forceinline__ bool store_results(const Product& product, float* matrix,
                                               std::int64_t rows, std::int64_t columns,
                                               std::int64_t first_row, std::int64_t first_column,
-                                              bool pairs, int lane) {
+                                              bool fours, int lane) {
   constexpr int kRows = Product::kRowTiles * 16;
   constexpr int kColumns = Product::kColumnTiles * 8;
   const std::int64_t row = first_row + lane / 4;
   const std::int64_t column = first_column + lane % 4 * 2;
-  const bool whole = pairs && first_row + kRows <= rows && first_column + kColumns <= columns;
+  const bool whole = fours && first_row + kRows <= rows && first_column + kColumns <= columns;
   float* at = matrix + row * columns + column;
   const auto x = [&](int i, int j) { return product.total[i / 2][j][i % 2 * 2]; };
   const auto y = [&](int i, int j) { return product.total[i / 2][j][i % 2 * 2 + 1]; };
   if (whole) {
+    // Two lanes exchange halves of two column tiles, so that each has four columns of one.
+    const bool odd = lane % 2 == 1;
+    at += odd ? 8 - 2 : 0;
 #pragma unroll
     for (int i = 0; i < Product::kRowTiles * 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < Product::kColumnTiles; ++j) {
-        __stcs(reinterpret_cast<float2*>(at + j * 8), make_float2(x(i, j), y(i, j)));
+      for (int j = 0; j < Product::kColumnTiles; j += 2) {
+        const float give_x = odd ? x(i, j) : x(i, j + 1);
+        const float give_y = odd ? y(i, j) : y(i, j + 1);
+        const float keep_x = odd ? x(i, j + 1) : x(i, j);
+        const float keep_y = odd ? y(i, j + 1) : y(i, j);
+        const float take_x = __shfl_xor_sync(0xffffffffu, give_x, 1);
+        const float take_y = __shfl_xor_sync(0xffffffffu, give_y, 1);
+        const float4 four = odd ? make_float4(take_x, take_y, keep_x, keep_y)
+                                : make_float4(keep_x, keep_y, take_x, take_y);
+        __stcs(reinterpret_cast<float4*>(at + j * 8), four);
       }
       at += columns * 8;
     }

@@ -12,6 +12,7 @@ from fused_ops._compose import (
     arithmetic,
     block_length,
     blocks,
+    cast,
     matmul,
 )
 
@@ -21,10 +22,14 @@ DIFFERENTIABLE = ("a", "b")
 def forward(a: Tensor, b: Tensor, precision: str, dtype: torch.dtype | None) -> Tensor:
     """Result (*lead, K) for ``a`` (*lead, L) and ``b`` (L, K)."""
     result = dtype or a.dtype
-    math_ = arithmetic(a.device, result)
-    if a.dtype == b.dtype == result == math_.matmul and a.is_contiguous():
+    return _product(a, b, result, arithmetic(a.device, result))
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, math_: Arithmetic) -> Tensor:
+    """``a @ b`` as ``dtype``."""
+    if a.dtype == b.dtype == dtype == math_.matmul and a.is_contiguous():
         return torch.matmul(a, b)  # folds the leading axes without a copy
-    out = torch.empty((*a.shape[:-1], b.shape[1]), dtype=result, device=a.device)
+    out = torch.empty((*a.shape[:-1], b.shape[1]), dtype=dtype, device=a.device)
     _multiply(a, b, out, math_)
     return out
 
@@ -68,6 +73,11 @@ def _flat(out: Tensor) -> Tensor | None:
 def reduce(a: Tensor, grad: Tensor, precision: str, dtype: torch.dtype | None) -> Tensor:
     """``a^T @ grad`` over all leading axes: (L, K) in the elementwise dtype."""
     math_ = arithmetic(a.device, dtype or a.dtype)
+    return cast(_reduce(a, grad, math_), math_.elementwise)
+
+
+def _reduce(a: Tensor, grad: Tensor, math_: Arithmetic) -> Tensor:
+    """The same in whatever dtype it comes: that of the product, where it is one."""
     shape = (a.shape[-1], grad.shape[-1])
     a_rows, grad_rows = Rows(a, 1), Rows(grad, 1)
     length = a_rows.length
@@ -75,7 +85,7 @@ def reduce(a: Tensor, grad: Tensor, precision: str, dtype: torch.dtype | None) -
         return torch.zeros(shape, dtype=math_.elementwise, device=a.device)
     every = slice(0, length)
     if a_rows.viewable and grad_rows.viewable and a.dtype == math_.matmul:
-        return matmul(a_rows[every].t(), grad_rows[every], math_)
+        return torch.mm(a_rows[every].t(), cast(grad_rows[every], math_.matmul))
     out = torch.zeros(shape, dtype=math_.elementwise, device=a.device)
     for block in blocks(length, block_length(a.device, max(shape))):
         out += matmul(a_rows[block].t(), grad_rows[block], math_)
@@ -100,13 +110,11 @@ def backward(
         if kernels:
             out.append(torch.ops.fused_ops.tensor_matmul_forward(grad, b.t(), precision, None))
         else:
-            d_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-            _multiply(grad, b.t(), d_a, math_)
-            out.append(d_a)
+            out.append(_product(grad, b.t(), a.dtype, math_))
     if needs[1]:
         if kernels:
             d_b = torch.ops.fused_ops.tensor_matmul_reduce(a, grad, precision, None)
         else:
-            d_b = reduce(a, grad, precision, dtype)
+            d_b = _reduce(a, grad, math_)
         out.append(d_b.to(b.dtype))
     return out
