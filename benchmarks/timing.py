@@ -84,7 +84,7 @@ def device(calls: Sequence[Call], seconds: float) -> list[float]:
 
     def sampler(call: Call) -> Callable[[], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        fill = min(elapsed_ms(cache.zero_, start, end) for _ in range(3))
+        fill = max(1e-3, min(elapsed_ms(cache.zero_, start, end) for _ in range(3)))
         issue = statistics.median(issue_ms(call) for _ in range(3))
         # Twice as long as it should take: the host is disturbed now and then. Not longer than the
         # queue of the device lasts, nor than is worth waiting for.

@@ -280,11 +280,11 @@ def test_planner_takes_split_operands_for_large_problems():
     # B in halves hi and lo, two scales a row and two a column.
     assert answer["workspace_bytes"] == 768 * 256 * 4 + 2 * 4 * 256 + 2 * 4 * 768
     back = plan(capability=capability, backward=True)
-    assert back["kernel"] == f"split_reduce_{arch}"
+    assert back["kernel"] == f"split_reduce_{arch} and split_forward_{arch}"
     assert back["launches"] == 2 + 4
     narrow = plan({"a": [1 << 18, 128], "b": [128, 128]}, capability=capability)
-    assert narrow["kernel"] == "split_forward_sm80"
-    assert narrow["tile"] == [64, 128, 32]
+    assert narrow["kernel"] == f"split_forward_{arch}"
+    assert narrow["tile"] == ([128, 128, 32] if hopper else [64, 128, 32])
     # Where tiles are many, each is summed in one go.
     deep = {"a": [4096, 8192], "b": [8192, 8192]}
     assert plan(deep, capability=capability, backward=True)["launches"] == 1 + 4
@@ -348,14 +348,21 @@ def test_planner_leaves_to_cublas_what_it_does_best(dtype, precision, backward):
         ([8192, 128], [128, 256], False),  # too few multiplications for split operands
         ([1024, 8192], [8192, 130], False),  # too few tiles
         ([1 << 20, 64], [64, 40], False),  # tiles too empty
-        ([1 << 18, 128], [128, 128], True),
-        ([4096, 64], [64, 64], True),
+        ([16384, 128], [128, 100], True),
     ],
 )
 def test_planner_leaves_to_cublas_where_it_is_faster(a, b, backward):
     answer = plan({"a": a, "b": b}, capability=built_capability(), backward=backward)
     assert answer["path"] == "cublas"
     assert answer["reasons"] == []
+
+
+@needs_cuda_library
+def test_planner_tells_whichever_gradient_has_a_kernel():
+    only_a = {"a": [1 << 20, 128], "b": [128, 70]}  # that of b would fill half of a tile
+    answer = plan(only_a, capability=built_capability(), backward=True)
+    assert answer["kernel"].startswith("split_forward")
+    assert answer["launches"] == 4
 
 
 @needs_cuda_library

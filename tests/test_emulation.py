@@ -57,6 +57,14 @@ RING_PLANTED = {
     "ring_missing_named_barrier": None,
     "ring_wrong_named_barrier": r"named_barrier: others who wait there expect \d+ threads",
 }
+BULK_PLANTED = {
+    "bulk_missing_expect": TOUCHED,
+    "bulk_missing_wait": TOUCHED,
+    "bulk_never_waited": r"nobody has waited for the bulk copy",
+    "bulk_expects_more": r"deadlock in block \d: .* wait in mbarrier_wait at faults\.cpp",
+    "bulk_unaligned": r"bulk_copy: the address in global memory is not aligned",
+    "bulk_out_of_bounds": OUTSIDE,
+}
 # And for a warpgroup's product.
 WARPGROUP_PLANTED = {
     "missing_begin": r"wgmma_f16_zero: wgmma_begin\(\) is missing",
@@ -89,6 +97,13 @@ def ring(planted, seed):
     return (y.view(40, 64) - (x + x.flip(1))).abs().max()
 
 
+def bulk(planted, seed):
+    """How far copied numbers are off."""
+    x = torch.randint(-1000, 1000, (10, 64), dtype=torch.int32)
+    y = driver("faults").run(planted, {"x": x}, seed=seed)["y"].view(torch.int32)
+    return (y.view(10, 64) - x).abs().max()
+
+
 def warpgroup(planted, seed):
     """How far that product is off; integers, so that a misplaced one shows and sums are exact."""
     a, b = (torch.randint(-8, 9, (count, 128)).half() for count in (64, 128))
@@ -108,6 +123,7 @@ def assert_found(run, planted, seed, said):
 def test_right_kernels_pass(seed):
     assert product("nothing", seed) < 1e-4
     assert ring("ring_nothing", seed) == 0
+    assert bulk("bulk_nothing", seed) == 0
     assert warpgroup("nothing", seed) == 0
 
 
@@ -124,6 +140,12 @@ def test_every_fault_planted_in_the_ring_is_found(planted, seed):
 
 
 @SEEDS
+@pytest.mark.parametrize("planted", BULK_PLANTED)
+def test_every_fault_planted_in_bulk_copies_is_found(planted, seed):
+    assert_found(bulk, planted, seed, BULK_PLANTED[planted])
+
+
+@SEEDS
 @pytest.mark.parametrize("planted", WARPGROUP_PLANTED)
 def test_every_fault_planted_in_a_warpgroup_is_found(planted, seed):
     assert_found(warpgroup, planted, seed, WARPGROUP_PLANTED[planted])
@@ -133,7 +155,8 @@ def test_every_fault_of_the_drivers_is_tried():
     def names(file):
         return set(re.findall(r'\{"(\w+)", Planted::', (SOURCES / file).read_text()))
 
-    assert names("faults.cpp") == {"nothing", "ring_nothing", *PLANTED, *RING_PLANTED}
+    right = {"nothing", "ring_nothing", "bulk_nothing"}
+    assert names("faults.cpp") == {*right, *PLANTED, *RING_PLANTED, *BULK_PLANTED}
     assert names("warpgroup_faults.cpp") == {"nothing", *WARPGROUP_PLANTED}
 
 
@@ -414,7 +437,9 @@ def test_matmul_with_special_numbers(tile):
 
 # Products on split operands ----------------------------------------------------------------------
 
-SPLIT_TILES = pytest.mark.parametrize("tile", [0, 1, 2], ids=["large", "small", "specialised"])
+SPLIT_TILES = pytest.mark.parametrize(
+    "tile", range(4), ids=["large", "small", "hopper wide", "hopper narrow"]
+)
 SPLIT_SIZES = [(1, 1, 1), (2, 17, 3), (33, 77, 2), (77, 16, 129), (129, 33, 64)]
 SPLIT_SIZES += [(257, 31, 36), (130, 100, 261), (700, 64, 130)]  # the last: many tiles a block
 
@@ -494,22 +519,22 @@ def test_split_product_with_special_numbers(tile):
     torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def reduce(a, g, hopper, slabs, **settings):
+def reduce(a, g, tile, slabs, **settings):
     settings |= {"rows": len(a), "lines": a.shape[1], "columns": g.shape[1]}
     settings |= {"a_stride": a.stride(0), "g_stride": g.stride(0)}
     settings |= {"a_line_stride": a.stride(1), "g_column_stride": g.stride(1)}
     tensors = {"a": span(a), "g": span(g)}
     settings |= {"a_offset": a.storage_offset(), "g_offset": g.storage_offset()}
-    c = driver("tensor_matmul").run("reduce", tensors, hopper=hopper, slabs=slabs, **settings)["c"]
+    c = driver("tensor_matmul").run("reduce", tensors, tile=tile, slabs=slabs, **settings)["c"]
     return c.view(a.shape[1], g.shape[1])
 
 
-REDUCES = pytest.mark.parametrize("hopper", [0, 1], ids=["sm80", "sm90a"])
+REDUCES = pytest.mark.parametrize("tile", range(3), ids=["sm80", "hopper wide", "hopper narrow"])
 REDUCE_SIZES = [(1, 1, 1), (2, 17, 3), (33, 2, 77), (257, 129, 36), (100, 132, 261), (300, 64, 8)]
 
 
-def assert_reduce(a, g, hopper, slabs, **settings):
-    ours = reduce(a, g, hopper, slabs, **settings)
+def assert_reduce(a, g, tile, slabs, **settings):
+    ours = reduce(a, g, tile, slabs, **settings)
     exact = a.double().T @ g.double()
     terms = a.double().abs().T @ g.double().abs()
     assert ((ours - exact).abs() / terms.clamp_min(1e-300)).max() <= 8e-7
@@ -518,9 +543,9 @@ def assert_reduce(a, g, hopper, slabs, **settings):
 @REDUCES
 @pytest.mark.parametrize("slabs", [1, 3])
 @pytest.mark.parametrize("rows, lines, columns", REDUCE_SIZES)
-def test_sum_over_rows(hopper, slabs, rows, lines, columns):
+def test_sum_over_rows(tile, slabs, rows, lines, columns):
     slabs = min(slabs, -(-rows // 32))
-    assert_reduce(torch.randn(rows, lines), torch.randn(rows, columns), hopper, slabs)
+    assert_reduce(torch.randn(rows, lines), torch.randn(rows, columns), tile, slabs)
 
 
 def test_rings_as_a_race_checker_sees_them(monkeypatch):
@@ -530,37 +555,37 @@ def test_rings_as_a_race_checker_sees_them(monkeypatch):
 
 
 @REDUCES
-def test_sum_over_rows_of_views(hopper):
-    assert_reduce(torch.randn(77, 40)[:, 4:24], torch.randn(77, 40)[:, 1:], hopper, 2)
-    assert_reduce(torch.randn(24, 70).T, torch.randn(70, 9), hopper, 1)
-    assert_reduce(torch.randn(70, 9), torch.randn(1, 1).expand(70, 24), hopper, 1)
-    assert_reduce(torch.randn(66, 128), torch.randn(66, 256), hopper, 2, axes=2)
+def test_sum_over_rows_of_views(tile):
+    assert_reduce(torch.randn(77, 40)[:, 4:24], torch.randn(77, 40)[:, 1:], tile, 2)
+    assert_reduce(torch.randn(24, 70).T, torch.randn(70, 9), tile, 1)
+    assert_reduce(torch.randn(70, 9), torch.randn(1, 1).expand(70, 24), tile, 1)
+    assert_reduce(torch.randn(66, 128), torch.randn(66, 256), tile, 2, axes=2)
 
 
 @REDUCES
-def test_sum_over_rows_whose_scales_are_inverse(hopper):
+def test_sum_over_rows_whose_scales_are_inverse(tile):
     scale = decades(200, 10)[:, None]
-    assert_reduce(torch.randn(200, 40) * scale, torch.randn(200, 24) / scale, hopper, 2)
+    assert_reduce(torch.randn(200, 40) * scale, torch.randn(200, 24) / scale, tile, 2)
 
 
 @REDUCES
-def test_sum_over_rows_whose_columns_span_decades(hopper):
+def test_sum_over_rows_whose_columns_span_decades(tile):
     a, g = torch.randn(200, 40) * decades(40, 20), torch.randn(200, 24) * decades(24, 20)
     a[70:100] = 0.0
-    assert_reduce(a, g, hopper, 2)
+    assert_reduce(a, g, tile, 2)
 
 
 @REDUCES
-def test_sum_over_rows_with_outliers(hopper):
+def test_sum_over_rows_with_outliers(tile):
     a, g = torch.randn(200, 40), torch.randn(200, 24)
     a[torch.arange(200), torch.randint(40, (200,))] *= decades(200, 12)
     g[torch.arange(200), torch.randint(24, (200,))] *= decades(200, 6)
-    assert_reduce(a, g, hopper, 2)
+    assert_reduce(a, g, tile, 2)
 
 
 @REDUCES
-def test_sum_over_rows_with_special_numbers(hopper):
+def test_sum_over_rows_with_special_numbers(tile):
     a, g = torch.randn(200, 70), torch.randn(200, 40)
     a[5, 3], g[7, 9], a[50, 60], a[131, 69] = math.inf, math.nan, math.nan, -math.inf
-    c = reduce(a, g, hopper, 2)
+    c = reduce(a, g, tile, 2)
     torch.testing.assert_close(c, a.T @ g, rtol=1e-5, atol=1e-4, equal_nan=True)

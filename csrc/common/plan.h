@@ -38,7 +38,7 @@ constexpr const char* name(Path path) {
 
 struct Plan {
   Path path = Path::kKernel;
-  const char* kernel = "";    // e.g. "forward_sm80"
+  std::string kernel;         // e.g. "forward_sm80"
   std::array<int, 3> tile{};  // e.g. {128, 128, 16}; the room says what each is, 0 is unused
   int launches = 0;           // of our kernels
   std::int64_t workspace_bytes = 0;

@@ -99,6 +99,7 @@ constexpr std::int64_t kLeastLargeTiles = 96;
 constexpr std::int64_t kLeastSmallTiles = 1024;
 constexpr std::int64_t kLeastSmallColumns = 96;
 constexpr double kLeastFilled = 0.6;
+constexpr std::int64_t kProcessors = 132;
 
 // Up to here a product waits for its launch, and ours is the shorter one; beyond, cuBLAS's FP32
 // kernel is faster than ours.
@@ -111,17 +112,42 @@ Choice split_forward(Kernel kernel, const char* name, const SplitTile& tile, con
   return choice;
 }
 
+// Of kHopperTiles, by the time of the multiprocessors' rounds; -1 if neither has tiles enough, and
+// filled. A narrow tile takes two thirds of the time of a wide one.
+int choose_hopper_tile(const SplitTile (&tiles)[2], std::int64_t least_tiles, std::int64_t rows,
+                       std::int64_t columns) {
+  constexpr double kTime[] = {1.0, 0.68};
+  int best = -1;
+  double best_time = 0.0;
+  for (const int tile : {kWideHopperTile, kNarrowHopperTile}) {
+    const std::int64_t count = blocks(tiles[tile], rows, columns);
+    if (count < least_tiles || count > kMaxSplitTiles) continue;
+    if (filled(tiles[tile], rows, columns) < kLeastFilled) continue;
+    const double time = static_cast<double>(ceil_div(count, kProcessors)) * kTime[tile];
+    if (best >= 0 && time >= best_time) continue;
+    best = tile;
+    best_time = time;
+  }
+  return best;
+}
+
 // kNone where no kernel on split operands is worth its preparation.
 Choice choose_split_forward(const Problem& p) {
   Choice choice;
   if (!is_splittable(p) || work(p) < kLeastSplitWork) return choice;
-  const bool hopper = build_runs_sm90a_on(p.device);
-  const SplitTile& large = hopper ? kSpecialisedTile : kSplitTiles[kLargeSplitTile];
+  if (build_runs_sm90a_on(p.device)) {
+    const int tile = choose_hopper_tile(kHopperTiles, kLeastLargeTiles, p.rows, p.columns);
+    if (tile < 0) return choice;
+    choice =
+        split_forward(Kernel::kSplitForwardSm90a, "split_forward_sm90a", kHopperTiles[tile], p);
+    choice.tile = tile;
+    return choice;
+  }
+  const SplitTile& large = kSplitTiles[kLargeSplitTile];
   const std::int64_t large_tiles = blocks(large, p.rows, p.columns);
   if (large_tiles >= kLeastLargeTiles && large_tiles <= kMaxSplitTiles &&
       filled(large, p.rows, p.columns) >= kLeastFilled &&
       large.shared_bytes <= shared_bytes_of(p.device)) {
-    if (hopper) return split_forward(Kernel::kSplitForwardSm90a, "split_forward_sm90a", large, p);
     choice = split_forward(Kernel::kSplitForwardSm80, "split_forward_sm80", large, p);
     choice.tile = kLargeSplitTile;
     return choice;
@@ -172,23 +198,28 @@ Choice choose_forward(const Problem& problem) {
 }
 
 Choice choose_reduce(const Problem& problem) {
-  const bool hopper = build_runs_sm90a_on(problem.device);
-  const SplitTile& tile = hopper ? kReduceTileSm90a : kReduceTileSm80;
-  const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
   // Everything smaller or stranger is cuBLAS's, which sums over rows well.
-  if (!is_splittable(problem) || work(problem) < kLeastSplitWork || tiles < 1 ||
-      tiles > kMaxSplitTiles || filled(tile, problem.inner, problem.columns) < kLeastFilled ||
-      tile.shared_bytes > shared_bytes_of(problem.device)) {
-    return by_cublas();
-  }
+  if (!is_splittable(problem) || work(problem) < kLeastSplitWork) return by_cublas();
+  const bool hopper = build_runs_sm90a_on(problem.device);
+  const auto fits = [&](const SplitTile& tile) {
+    const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
+    return tiles >= 1 && tiles <= kMaxSplitTiles &&
+           filled(tile, problem.inner, problem.columns) >= kLeastFilled &&
+           tile.shared_bytes <= shared_bytes_of(problem.device);
+  };
+  // Slabs fill the multiprocessors, so only how well the tiles are filled counts.
+  const int index = fits(kHopperReduceTiles[kWideHopperTile]) ? kWideHopperTile : kNarrowHopperTile;
+  const SplitTile& tile = hopper ? kHopperReduceTiles[index] : kReduceTileSm80;
+  if (!fits(tile)) return by_cublas();
   // As many slabs as give each multiprocessor of an H200 a block, on every device: so the order of
   // the sum, and with it the last digit, is the same everywhere.
-  constexpr std::int64_t kProcessors = 132;
+  const std::int64_t tiles = blocks(tile, problem.inner, problem.columns);
   const std::int64_t chunks = ceil_div(problem.rows, PreparedB::kInner);
   const std::int64_t slabs = std::max<std::int64_t>(1, std::min(kProcessors / tiles, chunks));
   Choice choice = by_kernel(hopper ? Kernel::kSplitReduceSm90a : Kernel::kSplitReduceSm80,
                             hopper ? "split_reduce_sm90a" : "split_reduce_sm80", tile.size(),
                             slabs > 1 ? 2 : 1);
+  choice.tile = hopper ? index : 0;
   choice.slabs = static_cast<int>(slabs);
   if (slabs > 1) {
     choice.plan.workspace_bytes = slabs * problem.inner * problem.columns * 4;
@@ -216,13 +247,19 @@ Plan answer(const Query& query) {
   problem.precision = query.precision;
   problem.device = *query.device;
   if (!query.backward) return choose_forward(problem).plan;
-  Plan plan = choose_reduce(problem).plan;
-  if (plan.path == Path::kKernel) {  // and the gradient of A: a forward with B's transpose
-    std::swap(problem.inner, problem.columns);
-    problem.row_axes = 1;
-    plan.launches += choose_forward(problem).plan.launches;
+  // The gradient of A is a forward with B's transpose. Whichever has a kernel is told, that of B
+  // first; the launches are those of our kernels.
+  Plan reduce = choose_reduce(problem).plan;
+  std::swap(problem.inner, problem.columns);
+  problem.row_axes = 1;
+  Plan forward = choose_forward(problem).plan;
+  Plan& told = reduce.path == Path::kKernel ? reduce : forward;
+  if (reduce.path == Path::kKernel && forward.path == Path::kKernel) {
+    reduce.kernel = concat(reduce.kernel, " and ", forward.kernel);
+    reduce.launches += forward.launches;
+    reduce.workspace_bytes = std::max(reduce.workspace_bytes, forward.workspace_bytes);
   }
-  return plan;
+  return told;
 }
 
 const Registration registration("tensor_matmul", &answer);

@@ -33,13 +33,24 @@ constexpr SplitTile kSplitTiles[] = {
 constexpr int kLargeSplitTile = 0;
 constexpr int kSmallSplitTile = 1;
 
-// Of the kernel with specialised warps, for compute capability 9.0.
-constexpr SplitTile kSpecialisedTile = {128, 256, 16, 256, 1, 205 * 1024};
-constexpr int kSpecialisedStages = 3;
+// Of the kernels for compute capability 9.0, whose warps are specialised: of the product, and of
+// the sum over rows (lines of A and columns of G), by the same index.
+constexpr SplitTile kHopperTiles[] = {
+    {128, 256, 16, 256, 1, 205 * 1024},
+    {128, 128, 16, 128, 1, 205 * 1024},  // for few columns, or few tiles
+};
+constexpr SplitTile kHopperReduceTiles[] = {
+    {128, 256, 16, 256, 1, 201 * 1024},
+    {128, 128, 16, 128, 1, 201 * 1024},
+};
+constexpr int kWideHopperTile = 0;
+constexpr int kNarrowHopperTile = 1;
+constexpr int hopper_stages(const SplitTile& tile) {
+  return tile.columns == 256 ? 3 : 4;
+}
 
-// Of the sum over rows: lines of A and columns of G. Four warps more split.
+// Of the sum over rows for compute capability 8.0. Four warps more split.
 constexpr SplitTile kReduceTileSm80 = {128, 128, 32, 64, 1, 135 * 1024};
-constexpr SplitTile kReduceTileSm90a = {128, 256, 16, 256, 1, 201 * 1024};
 constexpr int kSplitWarps = 4;
 
 // B, prepared once per call: scaled, split, and in the order in which shared memory holds it.
@@ -71,13 +82,15 @@ void prepare_b_sm80(const ForwardParams& problem, void* workspace, CUstream_st* 
 // C of a problem whose sizes are none 0, from a prepared B. `tile` indexes kSplitTiles.
 void split_forward_sm80(const ForwardParams& problem, int tile, const void* workspace,
                         CUstream_st* stream);
-void split_forward_sm90a(const ForwardParams& problem, const void* workspace, CUstream_st* stream);
+// `tile` indexes kHopperTiles.
+void split_forward_sm90a(const ForwardParams& problem, int tile, const void* workspace,
+                         CUstream_st* stream);
 
 // C of a problem whose sizes are none 0: partial results of so many slabs of rows, (slabs, lines,
 // columns), and their sum. With one slab `partial` is C and there is nothing to add.
 void split_reduce_sm80(const ReduceProblem& problem, int slabs, float* partial,
                        CUstream_st* stream);
-void split_reduce_sm90a(const ReduceProblem& problem, int slabs, float* partial,
+void split_reduce_sm90a(const ReduceProblem& problem, int tile, int slabs, float* partial,
                         CUstream_st* stream);
 void add_slabs_sm80(const ReduceProblem& problem, int slabs, const float* partial,
                     CUstream_st* stream);

@@ -21,55 +21,60 @@ struct SplitForwardSpecialised {
   using Results = SplitResults<kRows, kColumns, kStages, Warps>;
   static constexpr int kConsumers = Warps::kThreads;
   static constexpr int kThreads = kProducers + kConsumers;
-  // The block has what it was launched with, a multiple of 8 for each thread; no more can be taken.
-  static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters =
-      (kRegisters * kThreads - kProducerRegisters * kProducers) / kConsumers / 8 * 8;
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 72>;
 
   static __device__ __forceinline__ void produce(Shared& shared, const SplitParams& params,
                                                  int thread) {
     const Copies copies{shared, params, thread};
-    SplitStream a_at(params), b_at(params), at(params);
-    Slot<kStages> a_slot, b_slot, slot;
+    SplitStream a_at(params), at(params);
+    Slot<kStages> a_slot, slot;
     copies.find_rows(a_at);
     sm80::named_barrier<1, kProducers>();
     const auto copy_next_a = [&] {
-      if (a_at.row_tile >= params.row_tiles) return;
-      copies.copy_a(a_at, a_slot.stage);
-      a_slot.advance();
-      a_at.advance(params);
-      if (a_at.chunk == 0) copies.find_rows(a_at);
-    };
-    const auto copy_next_b = [&] {
-      if (b_at.row_tile >= params.row_tiles) return;
-      sm80::mbarrier_wait(&shared.empty[b_slot.stage], b_slot.round ^ 1);
-      copies.copy_b(b_at, b_slot.stage);
-      b_slot.advance();
-      b_at.advance(params);
+      if (a_at.row_tile < params.row_tiles) {
+        copies.copy_a(a_at, a_slot.stage);
+        a_slot.advance();
+        a_at.advance(params);
+        if (a_at.chunk == 0) copies.find_rows(a_at);
+      }
+      sm80::cp_async_commit();
     };
     copy_next_a();
-    sm80::cp_async_commit();
     sm80::named_barrier<1, kProducers>();
     copy_next_a();
-    copy_next_b();
-    sm80::cp_async_commit();
     while (at.row_tile < params.row_tiles) {
-      // Of the two groups under way the older one brought this chunk of A; the younger one brings
-      // its part of B, into the stage whose part of A is free as well.
       sm80::cp_async_wait<1>();
-      sm80::named_barrier<1, kProducers>();
+      sm80::named_barrier<1, kProducers>();  // all have copied this chunk, and split the last one
       copy_next_a();
-      copy_next_b();
-      sm80::cp_async_commit();
+      sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
+      if (thread == 0) copy_b(shared, params, at, slot.stage);
       copies.split_a(slot.stage, slot.stage);
-      sm80::cp_async_wait<1>();
       Warps::publish();
       warp_arrives(params, &shared.full[slot.stage], thread);
       slot.advance();
       at.advance(params);
     }
     sm80::cp_async_wait<0>();
+  }
+
+  // B's part of a stage, by the copy engine.
+  static __device__ __forceinline__ void copy_b(Shared& shared, const SplitParams& params,
+                                                const SplitStream& at, int stage) {
+    const PreparedB& prepared = params.prepared;
+    const std::int64_t first = std::int64_t{at.column_tile} * kColumns;
+    const bool with_scales = at.chunk == 0;
+    sm90a::mbarrier_arrive_expect(
+        &shared.full[stage],
+        static_cast<int>(sizeof(shared.b[0]) + (with_scales ? sizeof(shared.column_scale[0]) : 0)));
+    sm90a::bulk_copy(shared.b[stage],
+                     params.workspace + prepared.lines() +
+                         (at.chunk * prepared.columns + first) * sm80::kSplitLineBytes,
+                     sizeof(shared.b[0]), &shared.full[stage]);
+    if (with_scales) {
+      sm90a::bulk_copy(shared.column_scale[at.turn],
+                       params.workspace + prepared.column_scales() + first * 4,
+                       sizeof(shared.column_scale[0]), &shared.full[stage]);
+    }
   }
 
   static __device__ __forceinline__ void consume(Shared& shared, const SplitParams& params,
@@ -94,24 +99,19 @@ struct SplitForwardSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers));
+      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers) + 1);
       sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
+      sm90a::fence_async();
     }
     __syncthreads();
     if (thread < kProducers) {
-      sm90a::give_registers<kProducerRegisters>();
+      sm90a::give_registers<Registers::kGivers>();
       produce(shared, params, thread);
     } else {
-      sm90a::take_registers<kConsumerRegisters>();
+      sm90a::take_registers<Registers::kTakers>();
       consume(shared, params, thread - kProducers);
     }
   }
 };
-
-template <int kRows, int kColumns, int kStages>
-__global__ void __launch_bounds__(SplitForwardSpecialised<kRows, kColumns, kStages>::kThreads, 1)
-    split_forward_specialised_kernel(const __grid_constant__ SplitParams params) {
-  SplitForwardSpecialised<kRows, kColumns, kStages>::run(params);
-}
 
 }  // namespace fused_ops::tensor_matmul

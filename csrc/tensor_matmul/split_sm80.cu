@@ -13,6 +13,7 @@ template <int tile>
 void launch_tile(const ForwardParams& problem, const void* workspace, CUstream_st* stream) {
   constexpr SplitTile kTile = kSplitTiles[tile];
   using Forward = SplitForward<kTile.rows, kTile.columns, kTile.warp_rows, kTile.warp_columns>;
+  static_assert(sizeof(typename Forward::Shared) <= kTile.shared_bytes);
   launch_split("tensor_matmul: launching split_forward_sm80",
                split_forward_kernel<kTile.rows, kTile.columns, kTile.warp_rows, kTile.warp_columns,
                                     kTile.min_blocks>,
@@ -24,6 +25,7 @@ using ReduceSm80 =
     SplitReduce<kReduceTileSm80.rows, kReduceTileSm80.columns, kSplitWarps,
                 sm80::SplitWarps<kReduceTileSm80.rows, kReduceTileSm80.columns,
                                  kReduceTileSm80.warp_rows, kReduceTileSm80.warp_columns>>;
+static_assert(sizeof(ReduceSm80::Shared) <= kReduceTileSm80.shared_bytes);
 
 __global__ void __launch_bounds__(ReduceSm80::kThreads, kReduceTileSm80.min_blocks)
     split_reduce_sm80_kernel(const __grid_constant__ SplitReduceParams params) {

@@ -7,44 +7,71 @@
 namespace fused_ops::tensor_matmul {
 namespace {
 
-using ReduceSm90a =
-    SplitReduce<kReduceTileSm90a.rows, kReduceTileSm90a.columns, kSplitWarps,
-                sm90a::SplitWarpgroups<kReduceTileSm90a.rows, kReduceTileSm90a.columns>>;
+template <int tile>
+using Forward = SplitForwardSpecialised<kHopperTiles[tile].rows, kHopperTiles[tile].columns,
+                                        hopper_stages(kHopperTiles[tile])>;
 
-// What the block was launched with, 168 registers a thread, is all that its warps can have.
-constexpr int kSplittersRegisters = 88;
-constexpr int kMultipliersRegisters = 208;
-static_assert(ReduceSm90a::kProducers * kSplittersRegisters +
-                  ReduceSm90a::kConsumers * kMultipliersRegisters <=
-              65536 / ReduceSm90a::kThreads / 8 * 8 * ReduceSm90a::kThreads);
+template <int tile>
+__global__ void __launch_bounds__(Forward<tile>::kThreads, kHopperTiles[tile].min_blocks)
+    split_forward_specialised_kernel(const __grid_constant__ SplitParams params) {
+  Forward<tile>::run(params);
+}
 
-__global__ void __launch_bounds__(ReduceSm90a::kThreads, kReduceTileSm90a.min_blocks)
+template <int tile>
+using Reduce = SplitReduce<
+    kHopperReduceTiles[tile].rows, kHopperReduceTiles[tile].columns, kSplitWarps,
+    sm90a::SplitWarpgroups<kHopperReduceTiles[tile].rows, kHopperReduceTiles[tile].columns>>;
+
+template <int tile>
+__global__ void __launch_bounds__(Reduce<tile>::kThreads, kHopperReduceTiles[tile].min_blocks)
     split_reduce_sm90a_kernel(const __grid_constant__ SplitReduceParams params) {
-  ReduceSm90a::run(params, [](bool splits) {
+  using Registers = sm90a::SharedRegisters<Reduce<tile>::kProducers, Reduce<tile>::kConsumers, 88>;
+  Reduce<tile>::run(params, [](bool splits) {
     if (splits) {
-      sm90a::give_registers<kSplittersRegisters>();
+      sm90a::give_registers<Registers::kGivers>();
     } else {
-      sm90a::take_registers<kMultipliersRegisters>();
+      sm90a::take_registers<Registers::kTakers>();
     }
   });
 }
 
-}  // namespace
-
-void split_forward_sm90a(const ForwardParams& problem, const void* workspace, CUstream_st* stream) {
-  constexpr SplitTile kTile = kSpecialisedTile;
-  using Forward = SplitForwardSpecialised<kTile.rows, kTile.columns, kSpecialisedStages>;
+template <int tile>
+void launch_forward(const ForwardParams& problem, const void* workspace, CUstream_st* stream) {
+  constexpr std::size_t kShared = sizeof(typename Forward<tile>::Shared);
+  static_assert(kShared <= kHopperTiles[tile].shared_bytes);
   launch_split("tensor_matmul: launching split_forward_sm90a",
-               split_forward_specialised_kernel<kTile.rows, kTile.columns, kSpecialisedStages>,
-               problem, kTile, Forward::kThreads, sizeof(typename Forward::Shared), workspace,
-               stream);
+               split_forward_specialised_kernel<tile>, problem, kHopperTiles[tile],
+               Forward<tile>::kThreads, kShared, workspace, stream);
 }
 
-void split_reduce_sm90a(const ReduceProblem& problem, int slabs, float* partial,
+template <int tile>
+void launch_reduce_tile(const ReduceProblem& problem, int slabs, float* partial,
                         CUstream_st* stream) {
-  launch_reduce("tensor_matmul: launching split_reduce_sm90a", split_reduce_sm90a_kernel, problem,
-                kReduceTileSm90a, slabs, partial, ReduceSm90a::kThreads,
-                sizeof(ReduceSm90a::Shared), stream);
+  constexpr std::size_t kShared = sizeof(typename Reduce<tile>::Shared);
+  static_assert(kShared <= kHopperReduceTiles[tile].shared_bytes);
+  launch_reduce("tensor_matmul: launching split_reduce_sm90a", split_reduce_sm90a_kernel<tile>,
+                problem, kHopperReduceTiles[tile], slabs, partial, Reduce<tile>::kThreads, kShared,
+                stream);
+}
+
+}  // namespace
+
+void split_forward_sm90a(const ForwardParams& problem, int tile, const void* workspace,
+                         CUstream_st* stream) {
+  if (tile == kWideHopperTile) {
+    launch_forward<kWideHopperTile>(problem, workspace, stream);
+  } else {
+    launch_forward<kNarrowHopperTile>(problem, workspace, stream);
+  }
+}
+
+void split_reduce_sm90a(const ReduceProblem& problem, int tile, int slabs, float* partial,
+                        CUstream_st* stream) {
+  if (tile == kWideHopperTile) {
+    launch_reduce_tile<kWideHopperTile>(problem, slabs, partial, stream);
+  } else {
+    launch_reduce_tile<kNarrowHopperTile>(problem, slabs, partial, stream);
+  }
 }
 
 }  // namespace fused_ops::tensor_matmul

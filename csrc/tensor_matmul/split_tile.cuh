@@ -252,56 +252,79 @@ struct SplitCopies {
     }
   }
 
-  // Scales and splits a raw chunk of A, half a row a thread.
+  // Scales and splits a raw chunk of A, half a row a thread at a time.
   __device__ __forceinline__ void split_a(int raw, int stage) const {
-    constexpr int kCount = kInner / 2;
+    // Rows are read before the first one is written, so that the reads wait together.
+    constexpr int kTogether = kRows * 2 / kThreads < 2 ? 1 : 2;
+    constexpr int kStep = kThreads / 2;
     const int half = thread % 2;
 #pragma unroll 1
-    for (int index = thread / 2; index < kRows; index += kThreads / 2) {
-      // Rows 0, 1, 4, 5, then 2, 3, 6, 7 of eight: four rows' pieces meet eight different banks.
-      const int row = (index & ~6) | (index << 1 & 4) | (index >> 1 & 2);
-      float x[kCount];
+    for (int index = thread / 2; index < kRows; index += kTogether * kStep) {
+      float x[kTogether][kHalf];
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        const int group = half * (kCount / 4) + i / 4;
-        const float4 scale = *reinterpret_cast<const float4*>(&shared.row_scale[raw][group * 4]);
-        const float4 four =
-            *reinterpret_cast<const float4*>(&shared.raw[raw][raw_offset(row, group)]);
-        x[i] = four.x * scale.x;
-        x[i + 1] = four.y * scale.y;
-        x[i + 2] = four.z * scale.z;
-        x[i + 3] = four.w * scale.w;
+      for (int i = 0; i < kTogether; ++i) read_half(raw, row_of(index + i * kStep), half, x[i]);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        split_half(x[i], stage, row_of(index + i * kStep), half);
       }
-      float largest = fabsf(x[0]);
-#pragma unroll
-      for (int i = 1; i < kCount; ++i) largest = sm80::max_nan(largest, fabsf(x[i]));
-      largest = sm80::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-
-      float enlarged = 1.0f;
-      if (largest < 0x1p-100f) {  // the multiplier would leave fp32: enlarge beforehand
-        enlarged = 0x1p-64f;
-        largest = fmaxf(largest * 0x1p64f, 0x1p-100f);  // zeros too
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] *= 0x1p64f;
-      }
-      const float multiply = sm80::split_multiplier(largest);
-      unsigned char* a = shared.a[stage];
-#pragma unroll
-      for (int i = 0; i < kCount; i += 8) {
-        std::uint32_t hi[4];
-        std::uint32_t lo[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          sm80::split_pair(x[i + 2 * j] * multiply, x[i + 2 * j + 1] * multiply, &hi[j], &lo[j]);
-        }
-        const int piece = half * 2 + i / 8;
-        *reinterpret_cast<uint4*>(a + sm80::split_offset(row, piece)) =
-            make_uint4(hi[0], hi[1], hi[2], hi[3]);
-        *reinterpret_cast<uint4*>(a + sm80::split_offset(row, piece + 4)) =
-            make_uint4(lo[0], lo[1], lo[2], lo[3]);
-      }
-      if (half == 0) shared.undo[stage][row] = sm80::split_undo(largest) * enlarged;
     }
+  }
+
+  // Rows 0, 1, 4, 5, then 2, 3, 6, 7 of eight: four rows' pieces meet eight different banks.
+  static __device__ __forceinline__ int row_of(int index) {
+    return (index & ~6) | (index << 1 & 4) | (index >> 1 & 2);
+  }
+
+  static constexpr int kHalf = kInner / 2;
+
+  __device__ __forceinline__ void read_half(int raw, int row, int half, float (&x)[kHalf]) const {
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      const int group = half * (kHalf / 4) + i / 4;
+      const float4 scale = *reinterpret_cast<const float4*>(&shared.row_scale[raw][group * 4]);
+      const float4 four =
+          *reinterpret_cast<const float4*>(&shared.raw[raw][raw_offset(row, group)]);
+      x[i] = four.x * scale.x;
+      x[i + 1] = four.y * scale.y;
+      x[i + 2] = four.z * scale.z;
+      x[i + 3] = four.w * scale.w;
+    }
+  }
+
+  __device__ __forceinline__ void split_half(float (&x)[kHalf], int stage, int row,
+                                             int half) const {
+    float most[4];  // of every fourth: a chain of sixteen would wait for each of its links
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most[i] = fabsf(x[i]);
+#pragma unroll
+    for (int i = 4; i < kHalf; ++i) most[i % 4] = sm80::max_nan(most[i % 4], fabsf(x[i]));
+    float largest = sm80::max_nan(sm80::max_nan(most[0], most[1]), sm80::max_nan(most[2], most[3]));
+    largest = sm80::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+
+    float enlarged = 1.0f;
+    if (largest < 0x1p-100f) {  // the multiplier would leave fp32: enlarge beforehand
+      enlarged = 0x1p-64f;
+      largest = fmaxf(largest * 0x1p64f, 0x1p-100f);  // zeros too
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) x[i] *= 0x1p64f;
+    }
+    const float multiply = sm80::split_multiplier(largest);
+    unsigned char* a = shared.a[stage];
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 8) {
+      std::uint32_t hi[4];
+      std::uint32_t lo[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sm80::split_pair(x[i + 2 * j] * multiply, x[i + 2 * j + 1] * multiply, &hi[j], &lo[j]);
+      }
+      const int piece = half * 2 + i / 8;
+      *reinterpret_cast<uint4*>(a + sm80::split_offset(row, piece)) =
+          make_uint4(hi[0], hi[1], hi[2], hi[3]);
+      *reinterpret_cast<uint4*>(a + sm80::split_offset(row, piece + 4)) =
+          make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    }
+    if (half == 0) shared.undo[stage][row] = sm80::split_undo(largest) * enlarged;
   }
 };
 

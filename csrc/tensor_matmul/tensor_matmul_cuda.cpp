@@ -106,7 +106,7 @@ Tensor forward(const Tensor& a, const Tensor& b, std::string_view precision,
   prepare_b_sm80(params, prepared, stream);
 #if FUSED_OPS_HAS_SM90A
   if (chosen.kernel == Kernel::kSplitForwardSm90a) {
-    split_forward_sm90a(params, prepared, stream);
+    split_forward_sm90a(params, chosen.tile, prepared, stream);
     return c;
   }
 #endif
@@ -163,7 +163,7 @@ Tensor reduce(const Tensor& a, const Tensor& g, std::string_view precision,
   float* partial = workspace.mutable_data_ptr<float>();
 #if FUSED_OPS_HAS_SM90A
   if (chosen.kernel == Kernel::kSplitReduceSm90a) {
-    split_reduce_sm90a(params, chosen.slabs, partial, stream);
+    split_reduce_sm90a(params, chosen.tile, chosen.slabs, partial, stream);
   }
 #endif
   if (chosen.kernel == Kernel::kSplitReduceSm80) {

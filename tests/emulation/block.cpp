@@ -9,6 +9,7 @@
 #include <sstream>
 #include <utility>
 
+#include "emulation/barriers.h"
 #include "emulation/cuda.h"
 #include "emulation/fiber.h"
 #include "emulation/warpgroup.h"
@@ -357,6 +358,13 @@ void Block::run(unsigned threads, std::size_t bytes, void* memory,
 
   hand_over(home_, pick());
   if (!error_ && living_ > 0) error_ = std::make_exception_ptr(Fault(deadlock()));
+  if (!error_) {
+    try {
+      check_bulk_copies();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
   if (error_) {
     Thread* next = pick();
     if (next) hand_over(home_, next);
@@ -364,6 +372,7 @@ void Block::run(unsigned threads, std::size_t bytes, void* memory,
       pool_[i]->copies.abandon();
       pool_[i]->products.abandon();
     }
+    abandon_bulk_copies();
     std::rethrow_exception(error_);
   }
 }

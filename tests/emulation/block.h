@@ -69,6 +69,12 @@ void wake(const void* key);
 // Of blocks, as they run one after another: tells what belongs to an earlier one.
 std::uint64_t block_number();
 
+// Bytes that a copy is on its way to: whoever touches them has not waited, or was not waited for.
+void forbid(void* memory, int size);
+void allow(void* memory, int size);
+// So that an address out of bounds is found where the copy is asked for.
+void touch(const void* memory, int bytes);
+
 // Asynchronous means late: a copy is queued, and done only by the wait that covers its group.
 // Until then its destination must not be touched.
 struct Copy {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstring>
 
 #include "emulation/block.h"
@@ -9,9 +10,7 @@
 #endif
 
 namespace emulation {
-namespace {
 
-// Bytes that a copy is on its way to: whoever touches them has not waited, or was not waited for.
 void forbid(void* memory, int size) {
   poison(memory, size);
 #if EMULATION_ASAN
@@ -27,14 +26,13 @@ void allow(void* memory, int size) {
 #endif
 }
 
-// So that an address out of bounds is found where the copy is asked for.
 void touch(const void* memory, int bytes) {
   char read[16];
-  std::memcpy(read, memory, bytes);
-  asm volatile("" ::"r"(read) : "memory");
+  for (int i = 0; i < bytes; i += 16) {
+    std::memcpy(read, static_cast<const char*>(memory) + i, std::min(bytes - i, 16));
+    asm volatile("" ::"r"(read) : "memory");
+  }
 }
-
-}  // namespace
 
 void CopyQueue::add(void* to, const void* from, int size, int bytes, Site site) {
   touch(from, bytes);

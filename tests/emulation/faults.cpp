@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "common/cuda/sm80/instructions.cuh"
+#include "common/cuda/sm90a/instructions.cuh"
 #include "emulation/driver.h"
 
 namespace {
@@ -48,6 +48,13 @@ enum class Planted {
   kRingOverwritten,
   kRingMissingNamedBarrier,
   kRingWrongNamedBarrier,
+  // Of bulk copies.
+  kBulkMissingExpect,
+  kBulkMissingWait,
+  kBulkNeverWaited,
+  kBulkExpectsMore,
+  kBulkUnaligned,
+  kBulkOutOfBounds,
 };
 
 const std::map<std::string, Planted> kPlanted = {
@@ -86,6 +93,16 @@ const std::map<std::string, Planted> kRingPlanted = {
     {"ring_overwritten", Planted::kRingOverwritten},
     {"ring_missing_named_barrier", Planted::kRingMissingNamedBarrier},
     {"ring_wrong_named_barrier", Planted::kRingWrongNamedBarrier},
+};
+
+const std::map<std::string, Planted> kBulkPlanted = {
+    {"bulk_nothing", Planted::kNone},
+    {"bulk_missing_expect", Planted::kBulkMissingExpect},
+    {"bulk_missing_wait", Planted::kBulkMissingWait},
+    {"bulk_never_waited", Planted::kBulkNeverWaited},
+    {"bulk_expects_more", Planted::kBulkExpectsMore},
+    {"bulk_unaligned", Planted::kBulkUnaligned},
+    {"bulk_out_of_bounds", Planted::kBulkOutOfBounds},
 };
 
 constexpr int kTile = 32;  // of rows, of columns, and of the inner axis
@@ -279,6 +296,48 @@ void launch_ring(emulation::Request& request) {
                     kRingPlanted.at(request.kernel()));
 }
 
+// One thread asks for copies of 64 numbers, all read them.
+struct alignas(16) Bulk {
+  int stage[2][kHalf];
+  std::uint64_t full[2];
+};
+
+__global__ void bulk_kernel(const int* x, int* y, int rounds, Planted planted) {
+  auto& bulk = shared_memory<Bulk>();
+  const int thread = threadIdx.x;
+  if (thread < 2) mbarrier_init(&bulk.full[thread], 1);
+  __syncthreads();
+  const auto ask = [&](int i) {
+    if (thread != 0 || i >= rounds) return;
+    int bytes = sizeof(bulk.stage[0]);
+    const int* from = x + i * kHalf;
+    if (planted == Planted::kBulkUnaligned) ++from;
+    if (planted == Planted::kBulkOutOfBounds) from += 4;
+    if (planted == Planted::kBulkMissingExpect) {
+      mbarrier_arrive(&bulk.full[i % 2]);
+    } else {
+      const int more = planted == Planted::kBulkExpectsMore ? 16 : 0;
+      sm90a::mbarrier_arrive_expect(&bulk.full[i % 2], bytes + more);
+    }
+    sm90a::bulk_copy(bulk.stage[i % 2], from, bytes, &bulk.full[i % 2]);
+  };
+  ask(0);
+  for (int i = 0; i < rounds; ++i) {
+    ask(i + 1);
+    if (planted == Planted::kBulkNeverWaited) return;
+    if (planted != Planted::kBulkMissingWait) mbarrier_wait(&bulk.full[i % 2], i / 2 % 2);
+    y[i * kHalf + thread] = bulk.stage[i % 2][thread];
+    __syncthreads();
+  }
+}
+
+void launch_bulk(emulation::Request& request) {
+  const auto size = request.size<int>("x");
+  emulation::launch(bulk_kernel, 2, kHalf, sizeof(Bulk), request.input<int>("x"),
+                    request.output<int>("y", size), static_cast<int>(size / kHalf),
+                    kBulkPlanted.at(request.kernel()));
+}
+
 Params params_of(emulation::Request& request) {
   Params p;
   p.a = request.input<std::uint16_t>("a");
@@ -306,6 +365,7 @@ const bool registered = [] {
     });
   }
   for (const auto& [name, planted] : kRingPlanted) emulation::Kernel(name.c_str(), &launch_ring);
+  for (const auto& [name, planted] : kBulkPlanted) emulation::Kernel(name.c_str(), &launch_bulk);
   return true;
 }();
 

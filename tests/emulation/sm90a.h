@@ -22,7 +22,17 @@ void take_registers(emulation::Site site = emulation::Site::here()) {
                        site);
 }
 
-inline void fence_async_reads() {}  // in here everybody sees what was written
+inline void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes,
+                                   emulation::Site site = emulation::Site::here()) {
+  emulation::mbarrier_arrive_expect(barrier, bytes, site);
+}
+
+inline void bulk_copy(void* shared, const void* global, int bytes, std::uint64_t* barrier,
+                      emulation::Site site = emulation::Site::here()) {
+  emulation::bulk_copy(shared, global, bytes, barrier, site);
+}
+
+inline void fence_async() {}  // in here everybody sees what was written
 
 using MatrixDescriptor = std::uint64_t;
 

@@ -37,7 +37,7 @@ const emulation::Kernel forward("forward", [](Request& request) {
                                          static_cast<int>(request.integer("tile")), nullptr);
 });
 
-// Tile 2 is that of the kernel with specialised warps.
+// Tiles from 2 on are those of the kernel for Hopper.
 const emulation::Kernel split("split", [](Request& request) {
   const ForwardParams p = problem(request);
   const emulation::Buffer workspace(
@@ -45,8 +45,8 @@ const emulation::Kernel split("split", [](Request& request) {
   emulation::poison(workspace.data(), workspace.bytes());
   prepare_b_sm80(p, workspace.data(), nullptr);
   const int tile = static_cast<int>(request.integer("tile"));
-  if (tile == 2) {
-    split_forward_sm90a(p, workspace.data(), nullptr);
+  if (tile >= 2) {
+    split_forward_sm90a(p, tile - 2, workspace.data(), nullptr);
   } else {
     split_forward_sm80(p, tile, workspace.data(), nullptr);
   }
@@ -85,8 +85,9 @@ const emulation::Kernel reduce("reduce", [](Request& request) {
   const emulation::Buffer workspace(static_cast<std::size_t>(slabs * p.lines * p.columns * 4));
   emulation::poison(workspace.data(), workspace.bytes());
   float* partial = slabs > 1 ? reinterpret_cast<float*>(workspace.data()) : p.c;
-  if (request.integer("hopper") == 1) {
-    split_reduce_sm90a(p, slabs, partial, nullptr);
+  const int tile = static_cast<int>(request.integer("tile"));  // that of sm_80, then Hopper's
+  if (tile >= 1) {
+    split_reduce_sm90a(p, tile - 1, slabs, partial, nullptr);
   } else {
     split_reduce_sm80(p, slabs, partial, nullptr);
   }

@@ -81,7 +81,7 @@ __global__ void product_kernel(const Params p) {
   for (int first = 0; first < p.inner; first += kLine) {
     fill(shared.a, p.a, kRows, p, first);
     fill(shared.b, p.b, kColumns, p, first);
-    fence_async_reads();
+    fence_async();
     if (!is(Planted::kMissingBarrier)) __syncthreads();
     const int a_offset = is(Planted::kUnalignedLines) ? kLine : 0;
     const int b_offset = is(Planted::kOutside) ? kLine * 64 : 0;

@@ -33,9 +33,29 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// What this thread's ordinary writes to shared memory were, asynchronous reads of it by wgmma will
-// see, after a barrier that both sides pass.
-__device__ __forceinline__ void fence_async_reads() {
+// A copy from global to shared memory by the copy engine, asynchronous; both addresses and `bytes`
+// are multiples of 16. The barrier's phase does not end before it, if somebody told the barrier to
+// expect its bytes.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
+                                          std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(sm80::shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(sm80::shared_address(barrier))
+      : "memory");
+}
+
+// Arrives, and says that bulk copies will bring so many bytes in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(sm80::shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// What this thread has written to shared memory before (barriers that it has initialised, too),
+// wgmma and bulk copies see after a barrier that both sides pass.
+__device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

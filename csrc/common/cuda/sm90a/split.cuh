@@ -8,6 +8,18 @@
 
 namespace fused_ops::sm90a {
 
+// The registers of a block whose first warpgroups hand some to the others. A block has what it was
+// launched with, a multiple of 8 for each thread, and asking for more would wait forever.
+template <int givers, int takers, int registers_of_givers>
+struct SharedRegisters {
+  static constexpr int kThreads = givers + takers;
+  static constexpr int kAll = 65536 / kThreads / 8 * 8 * kThreads;
+  static constexpr int kGivers = registers_of_givers;
+  static constexpr int kTakers = (kAll - kGivers * givers) / takers / 8 * 8;
+  static_assert(kGivers * givers + kTakers * takers <= kAll);
+  static_assert(kGivers >= 24 && kTakers <= 256);
+};
+
 // A warp's part of a warpgroup's product: 16 rows x kColumns results, distributed as those of
 // sm80::SplitProduct.
 template <int kColumns>
@@ -43,7 +55,7 @@ struct SplitWarpgroups {
   __device__ __forceinline__ int column() const { return 0; }
 
   // Whoever wrote operands calls this before the barrier behind which they are multiplied.
-  static __device__ __forceinline__ void publish() { fence_async_reads(); }
+  static __device__ __forceinline__ void publish() { fence_async(); }
 
   // total += undo * (a * b) for kSplitInner of the inner axis; `release` is called when the
   // operands have been read.
