@@ -77,13 +77,23 @@ def test_matches_reference(device, n, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_good_far_from_the_origin_as_near(device, dtype):
+@pytest.mark.parametrize("n", [43, 97])  # gathered on the CPU in float64, and centred in float32
+@pytest.mark.parametrize("padded", [False, True])
+def test_as_good_far_from_the_origin_as_near(device, padded, n, dtype):
     fused, eager = build(USUAL, dtype, device)
-    inputs = inputs_of((1,), 43, USUAL, dtype, device, offset=1000.0)
-    cotangent = torch.randn(1, 43, USUAL[0], device=device).to(dtype)
+    inputs = inputs_of((1,), n, USUAL, dtype, device, offset=1000.0)
+    cotangent = torch.randn(1, n, USUAL[0], device=device).to(dtype)
+    if padded:  # most of it, at the origin
+        there = torch.arange(n, device=device).expand(1, -1) < n // 3
+        with torch.no_grad():
+            inputs[2][~there] = 0.0
+        inputs.append(there)
+        cotangent = cotangent * there.unsqueeze(-1)
     ours, our_grads = evaluate(fused, inputs, cotangent)
     theirs, their_grads = evaluate(eager, inputs, cotangent)
     exact, exact_grads = evaluate(in_double(eager), [as_double(t) for t in inputs], cotangent)
+    if padded:
+        ours, theirs, exact = (value[there] for value in (ours, theirs, exact))
     # Not assert_result: its 1e-4 against the reference is less than the reference's own error.
     error, allowed = relative_error(ours, exact), relative_error(theirs, exact)
     assert error <= (allowed / 10 if dtype == torch.float32 else allowed)  # measured: 1/260
@@ -218,9 +228,27 @@ def test_rigid_motion_of_the_whole_changes_nothing(device, shift):
     assert ours <= theirs
 
 
-def test_eight_thousand_angstrom_from_the_origin(device):
+@pytest.mark.parametrize("outlier", [300.0, 1e4])
+def test_far_residue_costs_no_more_than_in_the_reference(device, outlier):
+    fused, eager = build(USUAL, device=device)
+    inputs = inputs_of((1,), 193, USUAL, device=device)
+    with torch.no_grad():
+        inputs[2][:, 64] += outlier
+    cotangent = torch.randn(1, 193, USUAL[0], device=device)
+    ours, our_grads = evaluate(fused, inputs, cotangent)
+    theirs, their_grads = evaluate(eager, inputs, cotangent)
+    exact, exact_grads = evaluate(in_double(eager), [as_double(t) for t in inputs], cotangent)
+    assert relative_error(ours, exact) <= 1.5 * relative_error(theirs, exact)
+    others = torch.arange(193, device=device) != 64
+    error = relative_error(ours[:, others], exact[:, others])
+    assert error <= 1.5 * relative_error(theirs[:, others], exact[:, others])
+    assert_gradients(our_grads, their_grads, exact_grads, torch.float32)
+
+
+@pytest.mark.parametrize("n", [33, 97])
+def test_eight_thousand_angstrom_from_the_origin(device, n):
     fused, _ = build(USUAL, device=device)
-    node, pair, translations, rotations = inputs_of((1,), 33, USUAL, device=device, grad=False)
+    node, pair, translations, rotations = inputs_of((1,), n, USUAL, device=device, grad=False)
     translations = (translations * 1024).round() / 1024 + 8192.0  # exact in float32
     with torch.no_grad():
         far = fused(node, pair, translations, rotations)

@@ -3,10 +3,11 @@
 
 Distances come from one float64 product per head of augmented coordinates,
 
-    w * (q . k - |q|^2 / 2 - |k|^2 / 2) = (w * [q, -|q|^2 / 2, 1]) . [k, 1, -|k|^2 / 2],
+    w * (q . k - |q|^2 / 2 - |k|^2 / 2) = (w * [q, |q|^2, -1/2]) . [k, -1/2, |k|^2],
 
 so the (N, N, H, P, 3) tensor of differences never exists, and float64 keeps the expansion exact
-enough for coordinates far from the origin (docs/ops/invariant_point_attention.md).
+enough for coordinates far from the origin. Scalar and point values are gathered by one product of
+the weights with [v, value points, -1/2] (docs/ops/invariant_point_attention.md).
 
 Shapes: L is the product of the leading axes, r the rows of a block, d the channels of a head,
 D = 3 Pq + 2, E = 3 Pv + 1, T = H (2 Pq + Pv). "e" is the elementwise dtype, "g" that of geometry.
@@ -22,6 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_ops import _compose
+
+# Elements in the weights of the six input projections up to which joining them is worth it: one
+# product in place of six.
+_JOINED_ELEMENTS = 1 << 16
+
+# Attention weights, L H N N, from which on the CPU gathers points in fp32. With fewer, the calls
+# that centre the coordinates cost more than float64 does.
+_FP32_GATHER_WEIGHTS = 1 << 14
 
 
 class _Block:
@@ -82,6 +91,10 @@ class _Walk:
     def __iter__(self) -> Iterator[_Block]:
         n, device = self._length, self.pair.device
         rows = min(n, _compose.block_length(device, self._heads * n))
+        if rows < n:
+            # No last block of a row or two, which takes as many calls as the others.
+            even = math.ceil(n / math.ceil(n / rows))
+            rows = min(rows, 8 * math.ceil(even / 8))
         together = 1
         if rows == n:
             # The pair block counts too: it is copied where it is strided, expanded or 16-bit.
@@ -135,6 +148,10 @@ class _Attention:
         self.query_points = num_query_points
         self.value_points = num_value_points
         self.walk = _Walk(pair, lead, num_heads)
+        # dtype of what the weights gather. fp32 keeps enough of centred coordinates, but a GPU may
+        # have been told to multiply in TF32.
+        many = self.batch * num_heads * self.length**2 >= _FP32_GATHER_WEIGHTS
+        self.gathering = self.math.elementwise if many and node.device.type == "cpu" else g
         self.pair_bias_weight = _compose.cast(pair_bias_weight, self.math.matmul)
         positions = self.batch * self.length
 
@@ -143,40 +160,16 @@ class _Attention:
         self.x, self.mean, self.rstd = _compose.layer_norm(
             self.node, layer_norm_weight, layer_norm_bias, eps, self.math
         )
+        q, k, v, local = self._project(
+            [q_proj_weight, k_proj_weight, v_proj_weight],
+            [q_pts_weight, k_pts_weight, v_pts_weight],
+        )
         # (L H, N, d)
-        self.q = self.by_head(_compose.linear(self.x, q_proj_weight, None, self.math))
-        self.k = self.by_head(_compose.linear(self.x, k_proj_weight, None, self.math))
-        self.v = self.by_head(_compose.linear(self.x, v_proj_weight, None, self.math))
+        self.q = self.by_head(q)
+        self.k = self.by_head(k)
         self.scale = 1.0 / math.sqrt(q_proj_weight.shape[0] // num_heads)
 
-        # (L N, 1, 3), (L N, 3, 3), (L N, T, 3)
         n = self.length
-        self.translations = _spread(translations.to(g), (*lead, n, 3)).reshape(positions, 1, 3)
-        self.rotations = _spread(rotations.to(g), (*lead, n, 3, 3)).reshape(positions, 3, 3)
-        local = [
-            _compose.linear(self.x, weight, None, self.math)
-            for weight in (q_pts_weight, k_pts_weight, v_pts_weight)
-        ]
-        self.local_points = torch.cat(local, dim=-1).to(g).view(positions, -1, 3)
-        moved = torch.baddbmm(self.translations, self.local_points, self.rotations)
-        qk, v = moved.split([2 * num_heads * num_query_points, num_heads * num_value_points], 1)
-        qk = qk.view(positions, 2, num_heads, -1)
-        q, k = qk.unbind(1)
-        q_square, k_square = qk.square().sum(dim=-1, keepdim=True).mul_(-0.5).unbind(1)
-        one = q.new_ones(()).expand_as(q_square)
-        v = v.view(positions, num_heads, -1)
-        columns = torch.cat([q, q_square, one, k, one, k_square, v, one], dim=-1)
-        features = self.by_head(columns).contiguous()
-        width = 3 * num_query_points + 2
-        self.q_features = features[..., :width]  # (L H, N, D) g
-        self.k_features = features[..., width : 2 * width]
-        self.v_features = features[..., 2 * width :]  # (L H, N, E) g
-        self.point_weights = functional.softplus(head_weights.to(g)).view(num_heads, 1, 1)
-        point_weights = self.point_weights
-        if self.batch > 1:
-            point_weights = point_weights.repeat(self.batch, 1, 1)
-        self.weighted_q_features = self.q_features * point_weights
-
         self.absent: Tensor | None = None
         self.dead: Tensor | None = None
         if node_mask is not None:
@@ -186,6 +179,51 @@ class _Attention:
             # gathers is then zeroed: finite numbers throughout, and no case by case.
             self.absent = ~(present | dead).view(self.batch, 1, 1, n)
             self.dead = dead.view(self.batch, 1, 1)
+
+        # (L N, 1, 3), (L N, 3, 3), (L N, T, 3)
+        translations = _spread(translations.to(g), (*lead, n, 3))
+        if self.gathering != g:
+            translations = _centred(translations.reshape(self.batch, n, 3), self.absent)
+        self.translations = translations.reshape(positions, 1, 3)
+        self.rotations = _spread(rotations.to(g), (*lead, n, 3, 3)).reshape(positions, 3, 3)
+        self.local_points = local.to(g).view(positions, -1, 3)
+        moved = torch.baddbmm(self.translations, self.local_points, self.rotations)
+        qk, points = moved.split(
+            [2 * num_heads * num_query_points, num_heads * num_value_points], 1
+        )
+        qk = qk.view(positions, 2, num_heads, -1)
+        q, k = qk.unbind(1)
+        q_square, k_square = qk.square().sum(dim=-1, keepdim=True).unbind(1)
+        half = q.new_full((), -0.5).expand_as(q_square)
+        # (L H, N, 2 D) g and (L H, N, d + E) in the dtype of gathering
+        points = points.view(positions, num_heads, -1)
+        columns = [q, q_square, half, k, half, k_square]
+        values = [v.view(positions, num_heads, -1), points, half]
+        values = [_compose.cast(part, self.gathering) for part in values]
+        width = 3 * num_query_points + 2
+        if self.gathering == g:
+            features = self.by_head(torch.cat(columns + values, dim=-1)).contiguous()
+            self.values = features[..., 2 * width :]
+        else:
+            features = self.by_head(torch.cat(columns, dim=-1)).contiguous()
+            self.values = self.by_head(torch.cat(values, dim=-1)).contiguous()
+        self.q_features = features[..., :width]
+        self.k_features = features[..., width : 2 * width]
+        self.point_weights = functional.softplus(head_weights.to(g)).view(num_heads, 1, 1)
+        point_weights = self.point_weights
+        if self.batch > 1:
+            point_weights = point_weights.repeat(self.batch, 1, 1)
+        self.weighted_q_features = self.q_features * point_weights
+
+    def _project(self, scalars: list[Tensor], points: list[Tensor]) -> list[Tensor]:
+        """The linears of x: one of each weight in ``scalars``, one of all in ``points``."""
+        weights = scalars + points
+        sizes = [weight.shape[0] for weight in weights]
+        if sum(sizes) * self.channels <= _JOINED_ELEMENTS:
+            out = _compose.linear(self.x, torch.cat(weights), None, self.math)
+            return list(out.split([*sizes[:3], sum(sizes[3:])], dim=-1))
+        outs = [_compose.linear(self.x, weight, None, self.math) for weight in weights]
+        return [*outs[:3], torch.cat(outs[3:], dim=-1)]
 
     def by_head(self, x: Tensor) -> Tensor:
         """(L N, H times something) -> (L H, N, something); a view if L is 1."""
@@ -227,44 +265,60 @@ def _spread(frames: Tensor, shape: tuple[int, ...]) -> Tensor:
     return frames if frames.shape == shape else frames.expand(shape)
 
 
+def _centred(translations: Tensor, absent: Tensor | None) -> Tensor:
+    """``translations`` (L, N, 3) less their median, by coordinate, over the residues there are.
+
+    The median moves with the protein exactly, and is not moved by a few far residues.
+    """
+    if absent is None:
+        return translations - translations.median(dim=1, keepdim=True).values
+    present = translations.masked_fill(absent.view(*translations.shape[:2], 1), math.nan)
+    return translations - present.nanmedian(dim=1, keepdim=True).values
+
+
 class _Gathered:
-    """What the queries gather: (L, N, c + 3 H Pv), the input of the output projection."""
+    """What the queries gather: (L, N, H, d + E), made into the input of the output projection."""
 
     def __init__(self, attention: _Attention) -> None:
-        a = self._attention = attention
-        width = a.width + 3 * a.heads * a.value_points
-        self.features = a.x.new_empty(a.batch, a.length, width)
-        self._points = a.v_features.new_empty(a.batch, a.length, a.heads, 3 * a.value_points + 1)
+        self._attention = attention
+        self._gathered: Tensor | None = None
 
-    def add(self, block: _Block, weights: Tensor, wide: Tensor) -> None:
-        """Gather with the ``weights`` of a block; ``wide`` is the same in geometry's dtype."""
+    def add(self, block: _Block, weights: Tensor) -> None:
+        """Gather with the ``weights`` of a block, which are in the dtype of gathering."""
         a, rows = self._attention, block.rows
-        shape = (-1, a.heads, rows.stop - rows.start)
-        scalars = torch.bmm(weights, block.keys(a.v))
-        depth = scalars.shape[-1]
-        features, points = self.features, self._points
-        if not block.whole:
-            features, points = features[block.batch, rows], points[block.batch, rows]
-        features[..., : a.width].view(*features.shape[:2], a.heads, depth).copy_(
-            scalars.view(*shape, depth).transpose(1, 2)
-        )
-        gathered = torch.bmm(wide, block.keys(a.v_features))
-        points.copy_(gathered.view(*shape, points.shape[-1]).transpose(1, 2))
+        values = torch.bmm(weights, block.keys(a.values))
+        values = values.view(-1, a.heads, rows.stop - rows.start, values.shape[-1])
+        values = values.transpose(1, 2)
+        if block.whole:
+            self._gathered = values
+            return
+        if self._gathered is None:
+            self._gathered = values.new_empty(a.batch, a.length, *values.shape[2:])
+        self._gathered[block.batch, rows] = values
 
-    def finish(self) -> Tensor:
-        """Bring the points to local frames; returns the centred global ones (L N, H Pv, 3)."""
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Features (L, N, c + 3 H Pv), and gathered points less their query's (L N, H Pv, 3)."""
         a = self._attention
-        points = self._points[..., :-1].view(a.batch, a.length, a.heads, a.value_points, 3)
-        total = self._points[..., -1:].unsqueeze(-1)
+        depth = a.width // a.heads
+        assert self._gathered is not None
+        scalars, points = self._gathered.split([depth, 3 * a.value_points + 1], dim=-1)
+        # A difference of large numbers, of which the first alone is rounded.
+        points = _compose.cast(points, a.geometry)
+        minus_half = points[..., -1:].unsqueeze(-1)
+        points = points[..., :-1].view(a.batch, a.length, a.heads, a.value_points, 3)
         shift = a.translations.view(a.batch, a.length, 1, 1, 3)
-        # The sum of the weights is 1 but for rounding; times the coordinates it would not be.
-        centred = torch.addcmul(points, total, shift, value=-1)
+        # The sum of the weights, gathered as -1/2 of it, is 1 but for rounding; times the
+        # coordinates it would not be.
+        centred = points.new_empty(points.shape)  # contiguous, which ``points`` need not be
+        torch.addcmul(points, minus_half, shift, value=2, out=centred)
         centred = centred.view(a.batch * a.length, -1, 3)
         local = torch.bmm(centred, a.rotations.transpose(1, 2))
-        self.features[..., a.width :] = local.view(a.batch, a.length, -1)
+        features = a.x.new_empty(a.batch, a.length, a.width + 3 * a.heads * a.value_points)
+        features[..., : a.width].view(scalars.shape).copy_(scalars)
+        features[..., a.width :] = local.view(a.batch, a.length, -1)
         if a.dead is not None:
-            self.features.masked_fill_(a.dead, 0.0)
-        return centred
+            features.masked_fill_(a.dead, 0.0)
+        return features, centred
 
 
 def forward(
@@ -325,9 +379,9 @@ def forward(
     gathered = _Gathered(a)
     for block in a.walk:
         weights = a.weights(block, a.pair_rows(block))
-        gathered.add(block, weights, weights.to(a.geometry))
-    gathered.finish()
-    out = _compose.linear(gathered.features, out_proj_weight, out_proj_bias, a.math)
+        gathered.add(block, _compose.cast(weights, a.gathering))
+    features, _ = gathered.finish()
+    out = _compose.linear(features, out_proj_weight, out_proj_bias, a.math)
     return _compose.cast(out, dtype).view(node.shape)
 
 
@@ -426,6 +480,7 @@ def backward(
     need_logits = need_scalar_logits or need_point_logits or need_bias
     need_scalar_values = through_input or gradients.needs("v_proj_weight")
     need_point_values = through_input or through_frames or gradients.needs("v_pts_weight")
+    need_values = need_scalar_values or need_point_values
 
     # Through the output projection and back to global coordinates.
     grad = grad.reshape(positions, a.channels)
@@ -435,18 +490,21 @@ def backward(
     if a.dead is not None:
         d_features = d_features.view(a.batch, a.length, -1).masked_fill(a.dead, 0.0)
         d_features = d_features.view(positions, -1)
-    d_scalars = a.by_head(d_features[:, : a.width])  # (L H, N, d)
     d_local = d_features[:, a.width :].to(g).reshape(positions, -1, 3)  # (L N, H Pv, 3)
     d_global = torch.bmm(d_local, a.rotations)
-    d_points = a.by_head(d_global)  # (L H, N, 3 Pv)
-    # The last column subtracts the query's translation from the values, so that the gradient
-    # of the weights does not carry a large constant per row into the rounding.
-    shift = (d_global * a.translations).view(positions, a.heads, -1).sum(dim=-1).neg_()
-    d_point_features = torch.cat([d_points, a.by_head(shift)], dim=-1)  # (L H, N, E)
+    # The last column, against the -1/2 in the values, subtracts the query's translation, so that
+    # the gradient of the weights does not carry a large constant per row into the rounding.
+    shift = (d_global * a.translations).view(positions, a.heads, -1).sum(dim=-1).mul_(2.0)
+    parts = [
+        part.reshape(positions, a.heads, -1).to(a.gathering)
+        for part in (d_features[:, : a.width], d_global, shift)
+    ]
+    d_gathered = a.by_head(torch.cat(parts, dim=-1)).contiguous()  # (L H, N, d + E)
+    depth = a.width // a.heads
 
-    d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (a.q, a.k, a.v))
-    d_v_points = d_points.new_zeros(d_points.shape)
-    # Sums over keys of dS [k, 1, -|k|^2 / 2] and over queries of dS w [q, -|q|^2 / 2, 1].
+    d_q, d_k = (t.new_zeros(t.shape) for t in (a.q, a.k))
+    d_values = a.values.new_zeros(*a.values.shape[:-1], a.values.shape[-1] - 1)
+    # Sums over keys of dS [k, -1/2, |k|^2] and over queries of dS w [q, |q|^2, -1/2].
     q_moments = a.q_features.new_zeros(a.q_features.shape)
     k_moments = a.k_features.new_zeros(a.k_features.shape)
     d_pair = None
@@ -459,19 +517,15 @@ def backward(
         heads, rows = block.heads, block.rows
         pair_rows = a.pair_rows(block)
         weights = a.weights(block, pair_rows)
-        wide = weights.to(g)
+        wide = _compose.cast(weights, a.gathering)
+        d_rows = block.queries(d_gathered)
         if need_output:
-            gathered.add(block, weights, wide)
-        if need_scalar_values:
-            block.keys(d_v).baddbmm_(weights.transpose(1, 2), block.queries(d_scalars))
-        if need_point_values:
-            block.keys(d_v_points).baddbmm_(wide.transpose(1, 2), block.queries(d_points))
+            gathered.add(block, wide)
+        if need_values:
+            block.keys(d_values).baddbmm_(wide.transpose(1, 2), d_rows[..., :-1])
         if not need_logits:
             continue
-        d_weights = torch.bmm(
-            block.queries(d_point_features), block.keys(a.v_features).transpose(1, 2)
-        ).to(e)
-        d_weights.baddbmm_(block.queries(d_scalars), block.keys(a.v).transpose(1, 2))
+        d_weights = torch.bmm(d_rows, block.keys(a.values).transpose(1, 2)).to(e)
         d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, e)
         if need_scalar_logits:
             d_q[heads, rows] = torch.bmm(d_logits, block.keys(a.k)).mul_(a.scale)
@@ -501,16 +555,17 @@ def backward(
 
     # Points: from moments to coordinates, then to the local frames and to the frames themselves.
     columns = 3 * a.query_points
+    d_v, d_v_points = d_values.split([depth, 3 * a.value_points], dim=-1)
     d_frame_points = None
     if need_point_logits or need_point_values:
         weights4 = a.point_weights
         q_points, k_points = a.q_features[..., :columns], a.k_features[..., :columns]
         total = q_moments[..., columns : columns + 1]
-        d_q_points = q_moments[..., :columns] - q_points * total
+        d_q_points = q_moments[..., :columns] + 2.0 * q_points * total
         d_q_points = (d_q_points.view(a.batch, a.heads, a.length, -1) * weights4).flatten(0, 1)
-        d_k_points = k_moments[..., :columns] - k_points * k_moments[..., columns + 1 :]
+        d_k_points = k_moments[..., :columns] + 2.0 * k_points * k_moments[..., columns + 1 :]
         d_frame_points = torch.cat(
-            [a.by_position(t) for t in (d_q_points, d_k_points, d_v_points)], dim=-1
+            [a.by_position(t) for t in (d_q_points, d_k_points, d_v_points.to(g))], dim=-1
         ).view(positions, -1, 3)
     if gradients.needs("head_weights"):
         by_head = (a.q_features * q_moments).unflatten(0, (a.batch, a.heads)).sum(dim=(0, 2, 3))
@@ -518,9 +573,9 @@ def backward(
 
     centred = None
     if need_output:
-        centred = gathered.finish()
+        features, centred = gathered.finish()
         if gradients.needs("out_proj_weight"):
-            features = gathered.features.view(positions, -1)
+            features = features.view(positions, -1)
             gradients.add("out_proj_weight", _compose.matmul(grad.t(), features, math_))
     if gradients.needs("translations"):
         assert d_frame_points is not None
@@ -542,7 +597,7 @@ def backward(
         for name, weight, value in (
             ("q_proj_weight", q_proj_weight, d_q),
             ("k_proj_weight", k_proj_weight, d_k),
-            ("v_proj_weight", v_proj_weight, d_v),
+            ("v_proj_weight", v_proj_weight, d_v.to(e)),
         ):
             d_outputs.append((name, weight, a.by_position(value)))
     if d_frame_points is not None:
