@@ -8,8 +8,11 @@ One :class:`Operator` is four dispatcher ops:
 ``x``              the same as ``x_forward`` with ``register_autograd``: what a graph records.
 ``x_composition``  the composition with a reason; the C++ host op calls it when no kernel fits.
 
-An eager call that needs gradients goes through an ``autograd.Function`` over ``x_forward``, which
-costs a fifth of registered autograd; a compiled or exported one goes through ``x``.
+An eager call that needs gradients goes through an ``autograd.Function``, which costs a fifth of
+registered autograd; a compiled or exported one goes through ``x``. Inside, ``x_forward`` and
+``x_backward`` are called, or, on plain tensors for which there is no kernel of ours and while nobody
+watches, the composition itself: the dispatcher would only come back to it. A kernel that somebody
+else registers for these ops is then not asked.
 """
 
 from __future__ import annotations
@@ -146,6 +149,7 @@ class Operator:
         self._compose_backward = backward
         self._names = names = [argument.split()[-1] for argument in arguments]
         self._tensors = tuple(i for i, a in enumerate(arguments) if a.startswith("Tensor"))
+        self._required = {i for i in self._tensors if arguments[i].startswith("Tensor ")}
         self.differentiable = tuple(names.index(d) for d in differentiable)
         others = [i for i in range(len(names)) if i not in self._tensors]
         self._others = operator.itemgetter(*others)  # a tuple: there are two at least
@@ -189,8 +193,7 @@ class Operator:
             self._refuse_forward_mode(args)
         if torch.is_grad_enabled():
             for i in self.differentiable:
-                argument = args[i]
-                if argument is not None and argument.requires_grad:
+                if getattr(args[i], "requires_grad", False):
                     return self._function.apply(*args)
         return self._run_forward(args)
 
@@ -203,9 +206,10 @@ class Operator:
 
     @staticmethod
     def _nobody_watches() -> bool:
-        """Whether no mode, transform, tracer or profiler waits to see the op in the dispatcher.
+        """Whether no mode, transform, tracer or profiler of this thread waits to see the op.
 
-        For plain tensors without a kernel of ours the dispatcher would then only come back to
+        What PyTorch does not tell of is not asked: execution-trace observers, and profilers of all
+        threads in the others. For plain tensors without a kernel of ours the dispatcher would then only come back to
         :meth:`_run`, at a tenth of the price of a small call; on CUDA by way of C++, at more.
         """
         return not (
@@ -231,6 +235,8 @@ class Operator:
         for i in self._tensors:
             tensor = args[i]
             if tensor is None:
+                if i in self._required:  # the dispatcher would let it through
+                    raise TypeError(f"{self.name}: {self._names[i]} must be a tensor, got None")
                 parts.append(None)
             elif type(tensor) not in _PLAIN_TENSORS:
                 return None
@@ -393,7 +399,11 @@ class Operator:
 
     def _run_gradients(self, grad: Tensor, args: list[Any], needs: list[bool]) -> list[Tensor]:
         """The gradients; straight from the composition where no device has anything else."""
-        if type(grad) in _PLAIN_TENSORS and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return self._backward_op(grad, *args, needs)
+        # Batched gradients (is_grads_batched) look like plain ones.
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad)
+        if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
             known = self._recall(args)
             if known is not None and not self._has_backward_kernel(known.result.device.type):
                 return self._run_backward(grad, *args, needs)

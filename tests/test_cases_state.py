@@ -2,6 +2,7 @@
 """Cases H23 to H26: state, installation, broken installations, memory."""
 
 import copy
+import importlib
 import io
 import json
 import os
@@ -408,6 +409,8 @@ def test_h25_unsupported_gpu_is_told_by_explain(monkeypatch, op, capability):
 @pytest.mark.parametrize("op", OPS)
 def test_h25_a_composition_warns_once_and_says_what_explain_says(monkeypatch, op):
     monkeypatch.setattr(_library, "warned", set())
+    operator = importlib.import_module(f"fused_ops.{op}.op").OPERATOR
+    monkeypatch.setattr(operator, "_known", {})  # what has warned is not checked again
     fused, _ = build(op, device="cuda")
     args = inputs(op, 9, device="cuda", grad=False)
     told = fused_ops.explain(fused, *args)

@@ -803,3 +803,33 @@ def test_backward_op_checks_its_arguments(op):
             backward(torch.ones(2, 3), *flat, needs)
         with pytest.raises(ValueError, match=rf"{op}: needs must have {len(needs)} entries, got 1"):
             backward(torch.ones_like(result), *flat, [True])
+
+
+# Without the dispatcher ---------------------------------------------------------------------------
+
+
+def test_compiled_autograd_sees_the_backward():
+    x, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
+    compiler = torch.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        fused_ops.tensor_matmul(x, b).sum().backward()
+    torch.testing.assert_close(x.grad, b.sum(dim=1).expand(3, 4))
+
+
+def test_batched_gradients_are_refused_by_name():
+    x, b = torch.randn(6, 3, 4, requires_grad=True), torch.randn(4, 5)
+    y = fused_ops.tensor_matmul(x, b)
+    with pytest.raises(RuntimeError, match="tensor_matmul_backward"):
+        torch.autograd.grad(y, x, torch.randn(7, *y.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0])
+def test_a_required_tensor_that_is_none_or_no_tensor_is_named(wrong):
+    z = torch.randn(4, 4, 8)
+    fused = fused_ops.TriangularMultiplicativeUpdate(8, 8)
+    weights = dict(fused.named_parameters())
+    names = [name.replace(".", "_") for name in weights]
+    arguments = dict(zip(names, weights.values(), strict=True))
+    arguments["gate_a_weight"] = wrong
+    with pytest.raises((TypeError, RuntimeError), match="gate_a_weight"), torch.no_grad():
+        fused_ops.functional.triangular_multiplicative_update(z, None, **arguments)

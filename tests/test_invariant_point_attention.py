@@ -96,7 +96,8 @@ def test_as_good_far_from_the_origin_as_near(device, padded, n, dtype):
         ours, theirs, exact = (value[there] for value in (ours, theirs, exact))
     # Not assert_result: its 1e-4 against the reference is less than the reference's own error.
     error, allowed = relative_error(ours, exact), relative_error(theirs, exact)
-    assert error <= (allowed / 10 if dtype == torch.float32 else allowed)  # measured: 1/260
+    # In 16 bits both are the rounding of the result.
+    assert error <= (allowed / 10 if dtype == torch.float32 else 1.1 * allowed)  # measured: 1/260
     assert_gradients(our_grads, their_grads, exact_grads, dtype)
 
 
