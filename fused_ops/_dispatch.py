@@ -10,9 +10,9 @@ One :class:`Operator` is four dispatcher ops:
 
 An eager call that needs gradients goes through an ``autograd.Function``, which costs a fifth of
 registered autograd; a compiled or exported one goes through ``x``. Inside, ``x_forward`` and
-``x_backward`` are called, or, on plain tensors for which there is no kernel of ours and while nobody
-watches, the composition itself: the dispatcher would only come back to it. A kernel that somebody
-else registers for these ops is then not asked.
+``x_backward`` are called, or, on plain tensors for which there is no kernel of ours and while
+nobody watches, the composition itself: the dispatcher would only come back to it. A kernel that
+somebody else registers for these ops is then not asked.
 """
 
 from __future__ import annotations
@@ -209,8 +209,9 @@ class Operator:
         """Whether no mode, transform, tracer or profiler of this thread waits to see the op.
 
         What PyTorch does not tell of is not asked: execution-trace observers, and profilers of all
-        threads in the others. For plain tensors without a kernel of ours the dispatcher would then only come back to
-        :meth:`_run`, at a tenth of the price of a small call; on CUDA by way of C++, at more.
+        threads in the others. For plain tensors without a kernel of ours the dispatcher would then
+        only come back to :meth:`_run`, at a tenth of the price of a small call; on CUDA by way of
+        C++, at more.
         """
         return not (
             torch._C._len_torch_dispatch_stack()
