@@ -47,7 +47,8 @@ py::dict plan_dict(std::string op, Sizes shapes, const std::string& dtype,
   const Plan plan = fused_ops::plan(query);
   py::dict answer;  // kernel and tile are None unless a kernel of ours would run
   answer["path"] = name(plan.path);
-  answer["kernel"] = !plan.kernel.empty() ? py::object(py::str(plan.kernel)) : py::object(py::none());
+  answer["kernel"] =
+      !plan.kernel.empty() ? py::object(py::str(plan.kernel)) : py::object(py::none());
   answer["tile"] = plan.tile[0] ? py::object(py::cast(plan.tile)) : py::object(py::none());
   answer["launches"] = plan.launches;
   answer["workspace_bytes"] = plan.workspace_bytes;
