@@ -93,7 +93,8 @@ class Driver:
     def run(
         self, kernel: str, inputs: Mapping[str, Tensor] | None = None, **settings: int
     ) -> dict[str, Tensor]:
-        """Run a kernel; returns what it wrote, as float32 vectors (``view`` gives other types)."""
+        """Run a kernel; returns what it wrote, as float32 vectors (``view`` gives other types), or
+        as bytes where their number is not a multiple of four."""
         inputs = inputs or {}
         data = [
             x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in inputs.values()
@@ -110,7 +111,8 @@ class Driver:
         outputs = {}
         for line in header.decode().splitlines():
             _, name, size = line.split()
-            values = np.frombuffer(rest[: int(size)], dtype=np.float32)
+            words = np.float32 if int(size) % 4 == 0 else np.uint8
+            values = np.frombuffer(rest[: int(size)], dtype=words)
             outputs[name] = torch.from_numpy(values.copy())
             rest = rest[int(size) :]
         return outputs

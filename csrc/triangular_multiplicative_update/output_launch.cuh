@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward and backward are compiled apart, for the time it takes.
+#pragma once
+
+#include "triangular_multiplicative_update/output_sm80.cuh"
+#include "triangular_multiplicative_update/with_kernel.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+template <bool kBackward>
+void launch_output(const char* what, Mode mode, int tile, const OutputParams& params, CUstream_st* stream) {
+  if (params.count == 0) return;
+  with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
+    constexpr Mode kMode = decltype(mode_of)::kMode;
+    constexpr int kRows = decltype(tile_of)::kRows;
+    constexpr int kChannels = decltype(tile_of)::kChannels;
+    using Kernel = Output<kMode, Shape<kRows, kChannels>, kBackward>;
+    launch(what, output_kernel<kMode, kRows, kChannels, kBackward>,
+           static_cast<unsigned>(ceil_div(params.count, kRows)), kThreads,
+           sizeof(typename Kernel::Shared), stream, params);
+  });
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update

@@ -1,0 +1,433 @@
+// SPDX-License-Identifier: Apache-2.0
+// LayerNorm of o, output projection, output gate; or, backward, from the gradient of the result to
+// those of the projection's and the gate's results.
+//
+// A block turns its pairs of the channel-first o into normalised rows, puts the rows of the pair
+// representation beside them, and multiplies both with 64 output channels after the other.
+#pragma once
+
+#include "triangular_multiplicative_update/large.h"
+#include "triangular_multiplicative_update/results.cuh"
+#include "triangular_multiplicative_update/tile.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+struct OutputParams {
+  Sizes sizes;
+  float eps = 0.0f;
+  bool gate_normalized = false;
+  Pairs pair;
+  unsigned char* workspace = nullptr;
+  Packed packed;
+  const void* o = nullptr;
+  std::int64_t first_pair = 0;
+  std::int64_t count = 0;
+  void* out = nullptr;
+  // Backward.
+  Pairs out_grad;
+  void* out_proj_grad = nullptr;
+  void* gate_grad = nullptr;
+  void* normalised = nullptr;
+  float* sums = nullptr;
+};
+
+// A block's pairs of o, in registers: a thread has two pairs of 32 channels, eight at a time.
+template <Mode mode, class Shape>
+struct ColumnNumbers {
+  static constexpr int kTwos = Shape::kRows / 2;
+  static constexpr int kGroups = kThreads / kTwos;  // of threads with the same pairs
+  static constexpr int kEights = Shape::kInnerMost / 8 / kGroups;
+
+  float number[kEights][8][2];
+
+  static __device__ __forceinline__ int row(int thread) { return thread % kTwos * 2; }
+  static __device__ __forceinline__ int group(int thread) { return thread / kTwos; }
+  static __device__ __forceinline__ int channel(int eight, int thread) {
+    return (eight * kGroups + group(thread)) * 8;
+  }
+
+  // `existing`: of the thread's two pairs, the first so many.
+  __device__ __forceinline__ void load(const void* plane, std::int64_t pairs, std::int64_t first,
+                                       int hidden, int existing, int thread) {
+    const std::int64_t at = first + row(thread);
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = channel(m, thread) + i;
+        float2 two = make_float2(0.0f, 0.0f);
+        if (c < hidden && existing > 0) {
+          if constexpr (mode == Mode::kBFloat16) {
+            const auto* from = static_cast<const std::uint16_t*>(plane) + c * pairs + at;
+            two = existing == 2
+                      ? sm80::unpack_bf16(*reinterpret_cast<const std::uint32_t*>(from))
+                      : make_float2(sm80::unpack_bf16(*from).x, 0.0f);
+          } else {
+            const auto* from = static_cast<const float*>(plane) + c * pairs + at;
+            two = existing == 2 ? *reinterpret_cast<const float2*>(from)
+                                : make_float2(*from, 0.0f);
+          }
+        }
+        number[m][i][0] = two.x;
+        number[m][i][1] = two.y;
+      }
+    }
+  }
+
+  // Times the way back from scaled planes, channel by channel.
+  __device__ __forceinline__ void undo(const float* a, const float* b, int hidden, int thread) {
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = channel(m, thread) + i;
+        if (c >= hidden) continue;
+#pragma unroll
+        for (int x = 0; x < 2; ++x) number[m][i][x] = number[m][i][x] * a[c] * b[c];
+      }
+    }
+  }
+
+  template <class Term>
+  __device__ __forceinline__ float2 sum_over(int hidden, int thread, Term term) const {
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (channel(m, thread) + i >= hidden) continue;
+        sum.x += term(number[m][i][0], 0);
+        sum.y += term(number[m][i][1], 1);
+      }
+    }
+    return sum;
+  }
+};
+
+template <Mode mode, class Shape, bool kBackward>
+struct Output {
+  static constexpr int kRows = Shape::kRows;
+  static constexpr int kParts = parts(mode);
+  static constexpr int kStages = 3;
+  static constexpr int kWarpsDown = kRows >= 64 ? 4 : 2;
+  static constexpr int kWarpsAcross = kWarps / kWarpsDown;
+  static constexpr int kWarpRows = kRows / kWarpsDown;
+  static constexpr int kWarpColumns = kPieceChannels / kWarpsAcross;
+  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kColumnTiles = kWarpColumns / 8;
+  using Multiply = WarpProduct<mode, kRowTiles, kColumnTiles>;
+  using Weights = Ring<kPieceChannels * kLineBytes * kParts, kStages>;
+  using Columns = ColumnNumbers<mode, Shape>;
+  static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
+
+  struct alignas(1024) Shared {
+    unsigned char pair[kOperandBytes];
+    unsigned char o[kOperandBytes];
+    unsigned char weights[Weights::kSize];
+    float2 partial[2][Columns::kGroups][Columns::kTwos];
+    float undo[kRows];  // of the rows of the raw pair
+    float sums[kBackward ? kWarpsDown : 1][kBackward ? 2 * kPieceChannels : 1];
+  };
+
+  const OutputParams& p;
+  Shared& shared;
+  int thread;
+  std::int64_t first;  // pair
+
+  static __device__ __forceinline__ void run(const OutputParams& params) {
+    const std::int64_t first =
+        params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
+    Output{params, shared_memory<Shared>(), thread_index(), first}.all();
+  }
+
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int warp_row() const {
+    return thread / 32 / kWarpsAcross * kWarpRows;
+  }
+  __device__ __forceinline__ int warp_column() const {
+    return thread / 32 % kWarpsAcross * kWarpColumns;
+  }
+  __device__ __forceinline__ const float* floats(std::int64_t offset) const {
+    return reinterpret_cast<const float*>(p.workspace + offset);
+  }
+
+  // For each 64 output channels: those of the gate, then those of the projection.
+  __device__ __forceinline__ const unsigned char* source(int step) const {
+    const int steps = p.packed.channel_blocks + p.packed.hidden_blocks;
+    const std::int64_t piece = step / steps;
+    const int at = step % steps;
+    if (piece >= p.packed.channel_blocks) return nullptr;
+    constexpr int kBytes = kPieceChannels * kLineBytes * kParts;
+    if (at < p.packed.channel_blocks) {
+      return p.workspace + p.packed.gate + (piece * p.packed.channel_blocks + at) * kBytes;
+    }
+    return p.workspace + p.packed.out +
+           (piece * p.packed.hidden_blocks + at - p.packed.channel_blocks) * kBytes;
+  }
+
+  __device__ __forceinline__ void all() {
+    Weights weights(shared.weights, thread);
+    const auto source_of = [&](int step) { return source(step); };
+    weights.start(source_of);
+    const Places places(p.sizes, first);
+    prepare_o(places);
+    prepare_pair(places);
+
+    const auto pair = Multiply::left(shared.pair, warp_row(), lane());
+    const auto o = Multiply::left(shared.o, warp_row(), lane());
+    constexpr int kBlock = kParts * kRows * kLineBytes;
+    Multiply gate, projected;
+    int step = 0;
+    for (int piece = 0; piece < p.packed.channel_blocks; ++piece) {
+      gate.clear();
+      for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
+        const unsigned char* lines = weights.next(step, source_of);
+        if (kBackward && step == 0) store_normalised();
+        gate.multiply(pair + block * kBlock, kRows * kLineBytes,
+                      Multiply::right(lines, warp_column(), lane()), kPieceChannels * kLineBytes);
+      }
+      projected.clear();
+      for (int block = 0; block < p.packed.hidden_blocks; ++block, ++step) {
+        const unsigned char* lines = weights.next(step, source_of);
+        projected.multiply(o + block * kBlock, kRows * kLineBytes,
+                           Multiply::right(lines, warp_column(), lane()),
+                           kPieceChannels * kLineBytes);
+      }
+      finish(gate, projected, places, piece * kPieceChannels);
+    }
+    sm80::cp_async_wait<0>();
+  }
+
+  // Sums over all threads that hold the same two pairs.
+  __device__ __forceinline__ float2 over_groups(float2 mine, int buffer) const {
+    const int two = Columns::row(thread) / 2;
+    shared.partial[buffer][Columns::group(thread)][two] = mine;
+    __syncthreads();
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < Columns::kGroups; ++i) {
+      sum.x += shared.partial[buffer][i][two].x;
+      sum.y += shared.partial[buffer][i][two].y;
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void prepare_o(const Places& places) {
+    const int hidden = p.sizes.hidden;
+    Columns columns;
+    const Place place = places(Columns::row(thread));  // lines hold an even number of places
+    const auto n = static_cast<int>(p.sizes.n);
+    const int existing =
+        !places.exists(place) ? 0 : place.column + 2 <= n ? 2 : 1;
+    columns.load(p.o, p.sizes.pairs(), first, hidden, existing, thread);
+    if (mode == Mode::kTf32) {
+      const float* undo = floats(p.packed.plane_undo);
+      columns.undo(undo, undo + p.packed.hidden_blocks * kPieceChannels, hidden, thread);
+    }
+    const float inverse = 1.0f / static_cast<float>(hidden);
+    float2 mean = over_groups(columns.sum_over(hidden, thread, [](float x, int) { return x; }), 0);
+    mean.x *= inverse, mean.y *= inverse;
+    const float2 squares = over_groups(
+        columns.sum_over(hidden, thread,
+                         [&](float x, int at) {
+                           const float d = x - (at == 0 ? mean.x : mean.y);
+                           return d * d;
+                         }),
+        1);
+    const float scale[2] = {existing > 0 ? rsqrtf(squares.x * inverse + p.eps) : 0.0f,
+                            existing > 1 ? rsqrtf(squares.y * inverse + p.eps) : 0.0f};
+    const int padded = p.packed.hidden_blocks * kInner;
+#pragma unroll
+    for (int m = 0; m < Columns::kEights; ++m) {
+      const int c = Columns::channel(m, thread);
+      if (c >= padded) continue;
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float eight[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float d = columns.number[m][i][x] - (x == 0 ? mean.x : mean.y);
+          eight[i] = c + i < hidden ? d * scale[x] : 0.0f;
+        }
+        RowNumbers<Shape>::template store_eight<mode>(shared.o, kRows, Columns::row(thread) + x, c,
+                                                      eight, two_to(kNormalisedExponent));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void prepare_pair(const Places& places) {
+    RowNumbers<Shape> rows;
+    rows.load(p.pair, p.sizes, places, false, thread);
+    if (p.gate_normalized) {
+      rows.normalise(p.sizes.channels, p.eps, thread);
+      if (is_scaled(mode) && thread < kRows) shared.undo[thread] = 1.0f;
+      rows.template store<mode>(shared.pair, p.sizes.channels, thread,
+                                [](int, int) { return two_to(kNormalisedExponent); });
+    } else {
+      rows.template store<mode>(shared.pair, p.sizes.channels, thread, [&](int pass, int row) {
+        if (!is_scaled(mode)) return 1.0f;
+        const int exponent = exponent_to(rows.largest(pass), 9);
+        if (lane() % Shape::kLanes == 0) shared.undo[row] = two_to(-exponent);
+        return two_to(exponent);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_normalised() {
+    store_operand<mode, Shape>(shared.o, p.sizes.hidden, first - p.first_pair, p.count,
+                               p.normalised, thread);
+  }
+
+  struct Vectors {
+    float2 gate_undo, gate_bias, undo, bias;
+  };
+
+  __device__ __forceinline__ Vectors vectors_of(int channel) const {
+    const auto two = [&](std::int64_t offset) {
+      return *reinterpret_cast<const float2*>(floats(offset) + channel);
+    };
+    const float2 ones = make_float2(1.0f, 1.0f);
+    return {is_scaled(mode) ? two(p.packed.gate_undo) : ones, two(p.packed.gate_bias),
+            is_scaled(mode) ? two(p.packed.out_undo) : ones, two(p.packed.out_bias)};
+  }
+
+  __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
+                                         const Places& places, int begin) {
+    const int t = lane() % 4, g = lane() / 4;
+    Vectors v[kColumnTiles];
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      v[j] = vectors_of(begin + warp_column() + j * 8 + 2 * t);
+    }
+    float sums[2][kColumnTiles][2] = {};
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row() + i * 16 + half * 8 + g;
+        const Place place = places(row);
+        const bool exists = places.exists(place);
+        const float row_undo = is_scaled(mode) ? shared.undo[row] : 1.0f;
+        float s[kColumnTiles][2], r[kColumnTiles][2];
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const int e = half * 2 + x;
+            const auto pick = [x](const float2& two) { return x == 0 ? two.x : two.y; };
+            float a = gate.total[i][j][e], b = projected.total[i][j][e];
+            if (is_scaled(mode)) {
+              a = a * row_undo * pick(v[j].gate_undo);
+              b = b * pick(v[j].undo);
+            }
+            s[j][x] = sigmoid<mode>(a + pick(v[j].gate_bias));
+            r[j][x] = b + pick(v[j].bias);
+          }
+        }
+        if constexpr (kBackward) {
+          turn_back(s, r, sums, place, row, exists, begin);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+            for (int x = 0; x < 2; ++x) r[j][x] *= s[j][x];
+          }
+          const std::int64_t at =
+              exists ? (place.line * p.sizes.n + place.column) * p.sizes.channels : 0;
+          store_row(r, p.out, at, exists, begin);
+        }
+      }
+    }
+    if constexpr (kBackward) add_columns(sums, begin);
+  }
+
+  // A row's results of the warp's columns, the row beginning at element `at`.
+  __device__ __forceinline__ void store_row(const float (&number)[kColumnTiles][2], void* matrix,
+                                            std::int64_t at, bool exists, int begin) const {
+    const int channels = p.sizes.channels;
+    const bool aligned = channels % 8 == 0;
+    if constexpr (kColumnTiles == 4) {
+      const int channel = begin + warp_column() + lane() % 4 * 8;
+      store_quad<mode>(number, matrix, at + channel, exists ? channels - channel : 0, aligned,
+                       lane());
+    } else {
+      static_assert(kColumnTiles == 2);
+      const float four[4][2] = {{number[0][0], number[0][1]}, {number[1][0], number[1][1]}, {}, {}};
+      const int channel = begin + warp_column() + lane() % 4 * 8;
+      const bool here = exists && lane() % 4 < 2;
+      store_quad<mode>(four, matrix, at + channel, here ? channels - channel : 0, aligned, lane());
+    }
+  }
+
+  // Backward -------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void turn_back(const float (&s)[kColumnTiles][2],
+                                            const float (&r)[kColumnTiles][2],
+                                            float (&sums)[2][kColumnTiles][2], const Place& place,
+                                            int row, bool exists, int begin) const {
+    float projected[kColumnTiles][2], gate[kColumnTiles][2];
+    const std::int64_t from = exists ? offset_of(p.out_grad, p.sizes, place, false) : 0;
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const int channel = begin + warp_column() + j * 8 + lane() % 4 * 2;
+      const float2 grad = two_of(p.out_grad, from + channel,
+                                 exists ? p.sizes.channels - channel : 0);
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const float d = (x == 0 ? grad.x : grad.y) * s[j][x];
+        projected[j][x] = exists ? d : 0.0f;
+        gate[j][x] = exists ? d * r[j][x] * (1.0f - s[j][x]) : 0.0f;
+        sums[0][j][x] += projected[j][x];
+        sums[1][j][x] += gate[j][x];
+      }
+    }
+    const std::int64_t line = first - p.first_pair + row;
+    store_row(projected, p.out_proj_grad, line * p.sizes.channels, line < p.count, begin);
+    store_row(gate, p.gate_grad, line * p.sizes.channels, line < p.count, begin);
+  }
+
+  // Two neighbouring numbers, `count` of which exist.
+  static __device__ __forceinline__ float2 two_of(const Pairs& pairs, std::int64_t at, int count) {
+    const int bytes = pairs.type == DType::kFloat32 ? 8 : 4;
+    const auto address = reinterpret_cast<std::uintptr_t>(pairs.data) + at * (bytes / 2);
+    if (count >= 2 && address % bytes == 0) {
+      if (bytes == 8) return *reinterpret_cast<const float2*>(address);
+      const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(address);
+      return pairs.type == DType::kBFloat16 ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
+    }
+    return make_float2(count >= 1 ? load_number(pairs.data, pairs.type, at) : 0.0f,
+                       count >= 2 ? load_number(pairs.data, pairs.type, at + 1) : 0.0f);
+  }
+
+  __device__ __forceinline__ void add_columns(float (&sums)[2][kColumnTiles][2], int begin) {
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float sum = over_rows(sums[kind][j][x]);
+          const int column = kind * kPieceChannels + warp_column() + j * 8 + lane() % 4 * 2 + x;
+          if (lane() < 4) shared.sums[thread / 32 / kWarpsAcross][column] = sum;
+        }
+      }
+    }
+    __syncthreads();
+    const int channel = begin + thread % kPieceChannels;
+    if (thread < 2 * kPieceChannels && channel < p.sizes.channels) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kWarpsDown; ++i) sum += shared.sums[i][thread];
+      p.sums[static_cast<std::int64_t>(blockIdx.x) * (2 * p.sizes.channels) +
+             thread / kPieceChannels * p.sizes.channels + channel] = sum;
+    }
+  }
+};
+
+template <Mode mode, int kRows, int kInnerMost, bool kBackward>
+__global__ void __launch_bounds__(kThreads, mode == Mode::kSplit || kBackward ? 1 : 2)
+    output_kernel(const __grid_constant__ OutputParams params) {
+  Output<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+// LayerNorm, the four projections of the input, gates, mask; or, backward, from the gradients of a
+// and b to those of the projections' results.
+//
+// A block normalises its rows once, into shared memory, and multiplies them with 64 channels after
+// the other of both planes: 128 packed lines, gates beside projections, so that a thread holds both
+// of a channel and a warp 16 channels. Planes are channel-first: results are turned in shared memory
+// and stored 16 bytes, eight pairs of a channel, at a time.
+#pragma once
+
+#include "triangular_multiplicative_update/large.h"
+#include "triangular_multiplicative_update/results.cuh"
+#include "triangular_multiplicative_update/tile.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+struct ProjectParams {
+  Sizes sizes;
+  bool turned = false;  // incoming: line and column of a place are (k, line) of the pair
+  float eps = 0.0f;
+  Pairs pair;
+  Mask mask;
+  bool needs_largest = false;
+  unsigned char* workspace = nullptr;
+  Packed packed;
+  int first_block = 0;
+  int blocks = 0;  // of 64 channels of each plane
+  std::uint16_t* plane[2][2] = {};  // [a, b][part]
+  // Backward.
+  std::int64_t first_pair = 0;
+  std::int64_t count = 0;
+  const void* plane_grad[2] = {};
+  void* grad = nullptr;
+  void* normalised = nullptr;
+  float* sums = nullptr;
+};
+
+template <Mode mode, class Shape, bool kBackward>
+struct Project {
+  static constexpr int kRows = Shape::kRows;
+  static constexpr int kParts = parts(mode);
+  static constexpr int kStages = mode == Mode::kSplit ? 2 : 3;
+  static constexpr int kWarpRows = kRows / 2;
+  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kPlaneBytes = mode == Mode::kBFloat16 ? 2 : 4;  // of a gradient's number
+  using Multiply = WarpProduct<mode, kRowTiles, 4>;
+  using Weights = Ring<kProjectLines * kLineBytes * kParts, kStages>;
+
+  // Channels of a piece along the rows; the distance between channels avoids bank conflicts.
+  static constexpr int kForwardPitch = kRows + 8;
+  static constexpr int kBackwardPitch = kRows + (kPlaneBytes == 2 ? 8 : 4);
+  static constexpr int kTurnedBytes =
+      kPieceChannels *
+      (kBackward ? kBackwardPitch * kPlaneBytes : kForwardPitch * 2 * kParts);
+
+  struct alignas(1024) Shared {
+    unsigned char rows[kParts * kRows * Shape::kInnerMost * 2];
+    unsigned char weights[Weights::kSize];
+    alignas(16) unsigned char turned[kTurnedBytes];
+    float factor[kRows];
+    int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
+    float sums[kBackward ? 2 : 1][kBackward ? kProjectLines : 1];
+  };
+
+  const ProjectParams& p;
+  Shared& shared;
+  int thread;
+  std::int64_t first;  // pair
+
+  static __device__ __forceinline__ void run(const ProjectParams& params) {
+    const std::int64_t first =
+        params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
+    Project{params, shared_memory<Shared>(), thread_index(), first}.all();
+  }
+
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int warp_row() const { return thread / 128 * kWarpRows; }
+  __device__ __forceinline__ int warp_across() const { return thread / 32 % 4; }
+
+  // The piece of weights of a step: all blocks of the inner axis of the first 64 channels of a, ...
+  __device__ __forceinline__ const unsigned char* source(int step) const {
+    const int piece = step / p.packed.channel_blocks;
+    if (piece >= 2 * p.blocks) return nullptr;
+    const std::int64_t block = block_of(piece);
+    return p.workspace + p.packed.project +
+           (block * p.packed.channel_blocks + step % p.packed.channel_blocks) *
+               (kProjectLines * kLineBytes * kParts);
+  }
+
+  // Counts through both planes.
+  __device__ __forceinline__ int block_of(int piece) const {
+    return piece < p.blocks ? p.first_block + piece
+                            : p.packed.hidden_blocks + p.first_block + piece - p.blocks;
+  }
+
+  __device__ __forceinline__ const float* floats(std::int64_t offset) const {
+    return reinterpret_cast<const float*>(p.workspace + offset);
+  }
+
+  __device__ __forceinline__ void all() {
+    Weights weights(shared.weights, thread);
+    const auto source_of = [&](int step) { return source(step); };
+    weights.start(source_of);
+    prepare_rows();
+
+    const auto a = Multiply::left(shared.rows, warp_row(), lane());
+    Multiply product;
+    int step = 0;
+    for (int piece = 0; piece < 2 * p.blocks; ++piece) {
+      product.clear();
+      for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
+        const unsigned char* lines = weights.next(step, source_of);
+        if (kBackward && block == 0) {
+          if (piece == 0) store_normalised();
+          copy_plane_grad(piece);
+        }
+        product.multiply(a + block * (kParts * kRows * kLineBytes), kRows * kLineBytes,
+                         Multiply::right(lines, warp_across() * 32, lane()),
+                         kProjectLines * kLineBytes);
+      }
+      if constexpr (kBackward) {
+        sm80::cp_async_wait<0>();
+        __syncthreads();
+        turn_back(product, piece);
+      } else {
+        turn(product, piece);
+        __syncthreads();
+        store(piece);
+      }
+    }
+    sm80::cp_async_wait<0>();
+  }
+
+  __device__ __forceinline__ void prepare_rows() {
+    const Places places(p.sizes, first);
+    RowNumbers<Shape> rows;
+    rows.load(p.pair, p.sizes, places, p.turned, thread);
+    float mask_scale = 1.0f;
+    if (is_scaled(mode) && !kBackward) mask_scale = scale_mask();
+    if (thread < kRows) {
+      const Place place = places(thread);
+      const float factor =
+          places.exists(place) ? mask_at(p.mask, p.sizes, place, p.turned) : 0.0f;
+      shared.factor[thread] = factor * mask_scale;
+    } else if (thread < kRows + kRows / 8) {
+      const int eight = thread - kRows;
+      const Place place = places(eight * 8);
+      const auto n = static_cast<int>(p.sizes.n);
+      const int existing = place.column + 8 <= n ? 8 : place.column < n ? n - place.column : 0;
+      shared.existing[eight] = place.line < p.sizes.batch * p.sizes.n ? existing : -1;
+    }
+    rows.normalise(p.sizes.channels, p.eps, thread);
+    rows.template store<mode>(shared.rows, p.sizes.channels, thread,
+                              [](int, int) { return two_to(kNormalisedExponent); });
+  }
+
+  // For masks that exceed what the planes have room for; the first block tells the way back.
+  __device__ __forceinline__ float scale_mask() {
+    int exponent = 0;
+    if (p.needs_largest) {
+      const float* largest = floats(p.packed.mask_largest);
+      const float most = warp_max(fmaxf(largest[lane()], largest[lane() + 32]));
+      if (most > kMaskRoom) exponent = exponent_to(most, 7);
+    }
+    const int padded = p.packed.hidden_blocks * kPieceChannels;
+    if (blockIdx.x == 0) {
+      auto* undo = reinterpret_cast<float*>(p.workspace + p.packed.plane_undo);
+      const float* scale = floats(p.packed.plane_scale);
+      for (int i = thread; i < 2 * padded; i += kThreads) {
+        undo[i] = two_to(-exponent) / scale[i];
+      }
+    }
+    return two_to(exponent);
+  }
+
+  // What a thread needs to know of its channels of a piece: those of column tile j.
+  struct Channels {
+    float2 gate_undo[2], gate_bias[2], undo[2], bias[2];
+  };
+
+  __device__ __forceinline__ Channels channels_of(int piece) const {
+    Channels c;
+    const int line = block_of(piece) * kProjectLines + warp_across() * 32 + lane() % 4 * 2;
+    const auto two = [&](std::int64_t offset, int at) {
+      return *reinterpret_cast<const float2*>(floats(offset) + at);
+    };
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      c.gate_bias[j] = two(p.packed.project_bias, line + j * 16);
+      c.bias[j] = two(p.packed.project_bias, line + j * 16 + 8);
+      const float2 ones = make_float2(1.0f, 1.0f);
+      c.gate_undo[j] = is_scaled(mode) ? two(p.packed.project_undo, line + j * 16) : ones;
+      c.undo[j] = is_scaled(mode) ? two(p.packed.project_undo, line + j * 16 + 8) : ones;
+    }
+    return c;
+  }
+
+  static __device__ __forceinline__ float finish(float sum, const float2& undo, const float2& bias,
+                                                 int e) {
+    const float b = e % 2 == 0 ? bias.x : bias.y;
+    return is_scaled(mode) ? fmaf(sum, e % 2 == 0 ? undo.x : undo.y, b) : sum + b;
+  }
+
+  // Gates, mask; into shared memory, channel by channel.
+  __device__ __forceinline__ void turn(const Multiply& product, int piece) {
+    const Channels c = channels_of(piece);
+    const int t = lane() % 4, g = lane() / 4;
+    float2 scale[2];
+    if (is_scaled(mode)) {
+      const int channel = block_of(piece) * kPieceChannels + warp_across() * 16 + 2 * t;
+      const float* scales = floats(p.packed.plane_scale);
+      scale[0] = *reinterpret_cast<const float2*>(scales + channel);
+      scale[1] = *reinterpret_cast<const float2*>(scales + channel + 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row() + i * 16 + half * 8 + g;
+        const float factor = shared.factor[row];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float value[2];
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const int e = half * 2 + x;
+            const float gate = finish(product.total[i][2 * j][e], c.gate_undo[j], c.gate_bias[j], e);
+            const float projected = finish(product.total[i][2 * j + 1][e], c.undo[j], c.bias[j], e);
+            value[x] = projected * sigmoid<mode>(gate) * factor;
+            if (is_scaled(mode)) value[x] *= x == 0 ? scale[j].x : scale[j].y;
+          }
+          const int channel = warp_across() * 16 + j * 8 + 2 * t + g % 2;
+          std::uint32_t hi, lo;
+          if (mode == Mode::kSplit) {
+            sm80::split_pair(value[0], value[1], &hi, &lo);
+            put_turned(1, channel, row, lo);
+          } else {
+            hi = pack_16<mode>(value[0], value[1]);
+          }
+          put_turned(0, channel, row, hi);
+        }
+      }
+    }
+  }
+
+  // Two channels of a row become two rows of a channel, by exchange with the next row's lane.
+  __device__ __forceinline__ void put_turned(int part, int channel, int row, std::uint32_t mine) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffff, mine, 4);
+    const bool odd = row % 2 == 1;
+    const std::uint32_t word =
+        odd ? other >> 16 | (mine & 0xffff0000u) : (mine & 0xffffu) | other << 16;
+    auto* to = reinterpret_cast<std::uint16_t*>(shared.turned) +
+               (part * kPieceChannels + channel) * kForwardPitch + row / 2 * 2;
+    *reinterpret_cast<std::uint32_t*>(to) = word;
+  }
+
+  __device__ __forceinline__ void store(int piece) {
+    constexpr int kEights = kRows / 8;
+    const int plane = piece / p.blocks;
+    const int from = piece % p.blocks * kPieceChannels;
+    const int there = p.sizes.hidden - p.first_block * kPieceChannels;
+    const std::int64_t pairs = p.sizes.pairs();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      std::uint16_t* to = p.plane[plane][part];
+#pragma unroll
+      for (int at = 0; at < kPieceChannels * kEights; at += kThreads) {
+        const int channel = (at + thread) / kEights, eight = (at + thread) % kEights;
+        const int existing = shared.existing[eight];
+        if (from + channel >= there || existing < 0) continue;
+        uint4 word = *reinterpret_cast<const uint4*>(
+            reinterpret_cast<const std::uint16_t*>(shared.turned) +
+            (part * kPieceChannels + channel) * kForwardPitch + eight * 8);
+        if (existing < 8) word = first_of_eight(word, existing);
+        *reinterpret_cast<uint4*>(to + (from + channel) * pairs + first + eight * 8) = word;
+      }
+    }
+  }
+
+  // Backward -------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void copy_plane_grad(int piece) {
+    constexpr int kPer16 = 16 / kPlaneBytes;
+    constexpr int kCopies = kRows / kPer16;
+    const auto* from = static_cast<const unsigned char*>(p.plane_grad[piece / p.blocks]);
+    const std::int64_t pairs = p.sizes.pairs();
+#pragma unroll
+    for (int at = 0; at < kPieceChannels * kCopies; at += kThreads) {
+      const int channel = (at + thread) / kCopies, copy = (at + thread) % kCopies;
+      const int row = copy * kPer16;
+      const int existing = shared.existing[row / 8] - row % 8;
+      const int c = piece % p.blocks * kPieceChannels + channel;
+      const bool here = c < p.sizes.hidden && existing > 0;
+      const int bytes = here ? (existing < kPer16 ? existing : kPer16) * kPlaneBytes : 0;
+      const std::int64_t offset = here ? (c * pairs + first + row) * kPlaneBytes : 0;
+      sm80::cp_async_16(shared.turned + (channel * kBackwardPitch + row) * kPlaneBytes,
+                        from + offset, bytes);
+    }
+    sm80::cp_async_commit();
+  }
+
+  __device__ __forceinline__ float plane_grad(int channel, int row) const {
+    const int at = channel * kBackwardPitch + row;
+    if (kPlaneBytes == 4) return reinterpret_cast<const float*>(shared.turned)[at];
+    return sm80::unpack_bf16(reinterpret_cast<const std::uint16_t*>(shared.turned)[at]).x;
+  }
+
+  __device__ __forceinline__ void store_normalised() {
+    store_operand<mode, Shape>(shared.rows, p.sizes.channels, first - p.first_pair, p.count,
+                               p.normalised, thread);
+  }
+
+  // From the gradients of a plane to those of projection and gate before its sigmoid.
+  __device__ __forceinline__ void turn_back(const Multiply& product, int piece) {
+    const Channels c = channels_of(piece);
+    const int t = lane() % 4, g = lane() / 4;
+    const int hidden = p.sizes.hidden;
+    const int plane = piece / p.blocks;
+    const int begin = piece % p.blocks * kPieceChannels + warp_across() * 16;
+    float sums[2][2][2] = {};  // [projection, gate][column tile][channel]
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row() + i * 16 + half * 8 + g;
+        const float factor = shared.factor[row];
+        const bool exists = row % 8 < shared.existing[row / 8];
+        float number[4][2];  // of projection: column tiles 0, 1; of the gate: 0, 1
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const int e = half * 2 + x;
+            const float gate = finish(product.total[i][2 * j][e], c.gate_undo[j], c.gate_bias[j], e);
+            const float projected = finish(product.total[i][2 * j + 1][e], c.undo[j], c.bias[j], e);
+            const float s = sigmoid<mode>(gate);
+            const float d =
+                plane_grad(warp_across() * 16 + j * 8 + 2 * t + x, row) * factor * s;
+            const float d_gate = d * projected * (1.0f - s);
+            number[j][x] = exists ? d : 0.0f;
+            number[2 + j][x] = exists ? d_gate : 0.0f;
+            sums[0][j][x] += number[j][x];
+            sums[1][j][x] += number[2 + j][x];
+          }
+        }
+        const std::int64_t at = first - p.first_pair + row;
+        const int channel = begin + t % 2 * 8;
+        store_quad<mode>(number, p.grad, at * (4 * hidden) + plane * 2 * hidden + t / 2 * hidden +
+                                             channel,
+                         at < p.count ? hidden - channel : 0, hidden % 8 == 0, lane());
+      }
+    }
+    add_columns(sums, piece);
+  }
+
+  // The sums over the block's rows, in a fixed order.
+  __device__ __forceinline__ void add_columns(float (&sums)[2][2][2], int piece) {
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float sum = over_rows(sums[kind][j][x]);
+          const int channel = warp_across() * 16 + j * 8 + lane() % 4 * 2 + x;
+          if (lane() < 4) shared.sums[thread / 128][kind * kPieceChannels + channel] = sum;
+        }
+      }
+    }
+    __syncthreads();
+    const int hidden = p.sizes.hidden;
+    if (thread < kProjectLines) {
+      const int kind = thread / kPieceChannels;
+      const int channel = piece % p.blocks * kPieceChannels + thread % kPieceChannels;
+      if (channel < hidden) {
+        p.sums[static_cast<std::int64_t>(blockIdx.x) * (4 * hidden) +
+               piece / p.blocks * 2 * hidden + kind * hidden + channel] =
+            shared.sums[0][thread] + shared.sums[1][thread];
+      }
+    }
+  }
+};
+
+template <Mode mode, int kRows, int kInnerMost, bool kBackward>
+__global__ void __launch_bounds__(kThreads, mode == Mode::kSplit || kBackward ? 1 : 2)
+    project_kernel(const __grid_constant__ ProjectParams params) {
+  Project<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update

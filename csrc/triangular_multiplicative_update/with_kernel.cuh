@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a mode and a tile, numbers, to a kernel, which has them as types.
+#pragma once
+
+#include "common/launch.h"
+#include "triangular_multiplicative_update/large.h"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+template <Mode mode>
+struct ModeOf {
+  static constexpr Mode kMode = mode;
+};
+template <int tile>
+struct TileOf {
+  static constexpr int kRows = kTiles[tile].rows;
+  static constexpr int kChannels = kTiles[tile].channels;
+};
+
+template <class Function>
+void with_mode(Mode mode, Function function) {
+  switch (mode) {
+    case Mode::kBFloat16:
+      return function(ModeOf<Mode::kBFloat16>());
+    case Mode::kFloat16:
+      return function(ModeOf<Mode::kFloat16>());
+    case Mode::kTf32:
+      return function(ModeOf<Mode::kTf32>());
+    case Mode::kSplit:
+      return function(ModeOf<Mode::kSplit>());
+  }
+}
+
+template <class Function>
+void with_tile(int tile, Function function) {
+  static_assert(kTileCount == 4);
+  switch (tile) {
+    case 0:
+      return function(TileOf<0>());
+    case 1:
+      return function(TileOf<1>());
+    case 2:
+      return function(TileOf<2>());
+    case 3:
+      return function(TileOf<3>());
+  }
+}
+
+// Calls `function` with both.
+template <class Function>
+void with_kernel(Mode mode, int tile, Function function) {
+  with_mode(mode, [&](auto mode_of) {
+    with_tile(tile, [&](auto tile_of) { function(mode_of, tile_of); });
+  });
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update

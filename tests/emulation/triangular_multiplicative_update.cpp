@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of the triangular multiplicative update for large problems, through their launchers.
+#include "emulation/driver.h"
+#include "triangular_multiplicative_update/output_backward_sm80.cu"
+#include "triangular_multiplicative_update/output_sm80.cu"
+#include "triangular_multiplicative_update/pack_sm80.cu"
+#include "triangular_multiplicative_update/project_backward_sm80.cu"
+#include "triangular_multiplicative_update/project_sm80.cu"
+
+namespace {
+
+using emulation::Request;
+using namespace fused_ops;
+using namespace fused_ops::triangular_multiplicative_update;
+
+DType type_named(const Request& request, const std::string& name) {
+  return static_cast<DType>(request.integer(name, 0));
+}
+
+Sizes sizes_of(const Request& request) {
+  Sizes s;
+  s.batch = request.integer("batch");
+  s.n = request.integer("n");
+  s.pitch = (s.n + kPlaces - 1) / kPlaces * kPlaces;
+  s.channels = static_cast<int>(request.integer("channels"));
+  s.hidden = static_cast<int>(request.integer("hidden"));
+  return s;
+}
+
+// Contiguous but for `pair_row`, the distance of rows.
+Pairs pairs_of(const Request& request, const std::string& name) {
+  Pairs p;
+  p.type = type_named(request, name + "_type");
+  p.data = request.input<char>(name);
+  const std::int64_t n = request.integer("n");
+  p.j_stride = request.integer(name + "_row", request.integer("channels"));
+  p.i_stride = n * p.j_stride;
+  p.batch_stride = n * p.i_stride;
+  return p;
+}
+
+Mask mask_of(const Request& request) {
+  Mask m;
+  if (!request.integer("masked", 0)) return m;
+  m.data = request.input<char>("mask");
+  m.type = static_cast<MaskType>(request.integer("mask_type"));
+  const std::int64_t n = request.integer("n");
+  m.j_stride = 1;
+  m.i_stride = n;
+  m.batch_stride = n * n;
+  return m;
+}
+
+Weights weights_of(const Request& request) {
+  Weights w;
+  const DType type = type_named(request, "weight_type");
+  const bool biases = request.integer("biases", 1);
+  const auto stored = [&](const std::string& name) {
+    return Stored{request.input<char>(name), type};
+  };
+  const auto linear = [&](const std::string& name) {
+    return Linear{stored(name + "_weight"), biases ? stored(name + "_bias") : Stored{}};
+  };
+  w.norm_in_weight = stored("layer_norm_in_weight");
+  w.norm_in_bias = stored("layer_norm_in_bias");
+  w.norm_out_weight = stored("layer_norm_out_weight");
+  w.norm_out_bias = stored("layer_norm_out_bias");
+  w.proj_a = linear("proj_a");
+  w.gate_a = linear("gate_a");
+  w.proj_b = linear("proj_b");
+  w.gate_b = linear("gate_b");
+  w.out_proj = linear("out_proj");
+  w.out_gate = linear("out_gate");
+  w.eps = 1e-5f;
+  w.gate_normalized = request.integer("gate_normalized", 0);
+  return w;
+}
+
+struct Common {
+  Sizes sizes;
+  Mode mode;
+  int tile;
+  emulation::Buffer workspace;
+
+  explicit Common(const Request& request)
+      : sizes(sizes_of(request)),
+        mode(static_cast<Mode>(request.integer("mode"))),
+        tile(static_cast<int>(request.integer("tile"))),
+        workspace(static_cast<std::size_t>(Packed::of(sizes, mode).bytes)) {
+    emulation::poison(workspace.data(), workspace.bytes());
+    PackProblem pack;
+    pack.sizes = sizes;
+    pack.mode = mode;
+    pack.weights = weights_of(request);
+    pack.mask = mask_of(request);
+    pack.workspace = workspace.data();
+    pack_sm80(pack, nullptr);
+  }
+};
+
+const emulation::Kernel project("project", [](Request& request) {
+  const Common c(request);
+  ProjectProblem p;
+  p.sizes = c.sizes;
+  p.mode = c.mode;
+  p.outgoing = request.integer("outgoing");
+  p.eps = 1e-5f;
+  p.tile = c.tile;
+  p.pair = pairs_of(request, "pair");
+  p.mask = mask_of(request);
+  p.packed = c.workspace.data();
+  const Packed packed = Packed::of(c.sizes, c.mode);
+  p.first_block = static_cast<int>(request.integer("first_block", 0));
+  p.blocks = static_cast<int>(request.integer("blocks", packed.hidden_blocks));
+  const int hidden = std::min(p.blocks * kPieceChannels,
+                              c.sizes.hidden - p.first_block * kPieceChannels);
+  const std::int64_t count = hidden * c.sizes.pairs();
+  for (int part = 0; part < parts(c.mode); ++part) {
+    p.a[part] = request.output<std::uint16_t>(part == 0 ? "a" : "a_lo", count);
+    p.b[part] = request.output<std::uint16_t>(part == 0 ? "b" : "b_lo", count);
+  }
+  project_sm80(p, nullptr);
+  const int padded = packed.hidden_blocks * kPieceChannels;
+  if (is_scaled(c.mode)) {
+    auto* undo = request.output<float>("undo", 2 * padded);
+    std::memcpy(undo, c.workspace.data() + packed.plane_undo, sizeof(float) * 2 * padded);
+  }
+});
+
+const emulation::Kernel output("output", [](Request& request) {
+  const Common c(request);
+  OutputProblem p;
+  p.sizes = c.sizes;
+  p.mode = c.mode;
+  p.gate_normalized = request.integer("gate_normalized", 0);
+  p.eps = 1e-5f;
+  p.tile = c.tile;
+  p.pair = pairs_of(request, "pair");
+  p.packed = c.workspace.data();
+  p.o = request.input<char>("o");
+  const std::int64_t count = c.sizes.batch * c.sizes.n * c.sizes.n * c.sizes.channels;
+  if (c.mode == Mode::kTf32) {  // what the projections would have written
+    const Packed packed = Packed::of(c.sizes, c.mode);
+    auto* undo = reinterpret_cast<float*>(c.workspace.data() + packed.plane_undo);
+    for (int i = 0; i < 2 * packed.hidden_blocks * kPieceChannels; ++i) undo[i] = 0.5f;
+  }
+  p.out = request.output<char>("out", count * (is_wide(c.mode) ? 4 : 2));
+  output_sm80(p, nullptr);
+});
+
+const emulation::Kernel project_backward("project_backward", [](Request& request) {
+  const Common c(request);
+  ProjectBackwardProblem p;
+  p.sizes = c.sizes;
+  p.mode = c.mode;
+  p.outgoing = request.integer("outgoing");
+  p.eps = 1e-5f;
+  p.tile = c.tile;
+  p.pair = pairs_of(request, "pair");
+  p.mask = mask_of(request);
+  p.packed = c.workspace.data();
+  p.first_pair = request.integer("first_pair", 0);
+  p.count = request.integer("count", c.sizes.pairs());
+  p.da = request.input<char>("da");
+  p.db = request.input<char>("db");
+  const int size = is_wide(c.mode) ? 4 : 2;
+  const std::int64_t hidden = c.sizes.hidden;
+  p.grad = request.output<char>("grad", p.count * 4 * hidden * size);
+  p.normalised = request.output<char>("normalised", p.count * c.sizes.channels * size);
+  p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 4 * hidden);
+  project_backward_sm80(p, nullptr);
+});
+
+const emulation::Kernel output_backward("output_backward", [](Request& request) {
+  const Common c(request);
+  OutputBackwardProblem p;
+  p.sizes = c.sizes;
+  p.mode = c.mode;
+  p.gate_normalized = request.integer("gate_normalized", 0);
+  p.eps = 1e-5f;
+  p.tile = c.tile;
+  p.pair = pairs_of(request, "pair");
+  p.out_grad = pairs_of(request, "out_grad");
+  p.packed = c.workspace.data();
+  p.o = request.input<char>("o");
+  if (c.mode == Mode::kTf32) {
+    const Packed packed = Packed::of(c.sizes, c.mode);
+    auto* undo = reinterpret_cast<float*>(c.workspace.data() + packed.plane_undo);
+    for (int i = 0; i < 2 * packed.hidden_blocks * kPieceChannels; ++i) undo[i] = 0.5f;
+  }
+  p.first_pair = request.integer("first_pair", 0);
+  p.count = request.integer("count", c.sizes.pairs());
+  const int size = is_wide(c.mode) ? 4 : 2;
+  const std::int64_t channels = c.sizes.channels;
+  p.out_proj_grad = request.output<char>("out_proj_grad", p.count * channels * size);
+  p.gate_grad = request.output<char>("gate_grad", p.count * channels * size);
+  p.normalised = request.output<char>("normalised", p.count * c.sizes.hidden * size);
+  p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 2 * channels);
+  output_backward_sm80(p, nullptr);
+});
+
+}  // namespace
