@@ -102,11 +102,10 @@ struct SmallProblem {
   Weights weights;
   DType output_type = DType::kFloat32;
   void* out = nullptr;         // contiguous (batch, n, n, channels)
-  float* workspace = nullptr;  // small_workspace(sizes) floats, contents arbitrary
+  float* workspace = nullptr;  // small_workspace(sizes) of small.h floats, contents arbitrary
 };
 
-bool small_fits(const Sizes& sizes);
-std::int64_t small_workspace(const Sizes& sizes);
+// For problems that small_fits() of small.h admits.
 void small_forward_sm80(const SmallProblem& problem, CUstream_st* stream);
 
 // The contraction of split planes ------------------------------------------------------------------

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole op in two launches, for problems whose time is latency. The first makes a and b from
+// the pair representation; the second contracts them, normalises, projects and gates.
+//
+// Each block reads what it needs of the weights as they are stored, all at once and as early as it
+// can. What the second launch does before it needs a and b, it does while the first one runs.
+#pragma once
+
+#include <cstdint>
+
+#include "triangular_multiplicative_update/small_tile_sm80.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+// Input: pair -> a, b ----------------------------------------------------------------------------
+// A block makes kHidden channels of both a and b for kPairs pairs. Together these read the fewest
+// bytes that 256 threads with eight sums each can do with.
+struct SmallInput {
+  static constexpr int kPairs = 32;
+  static constexpr int kHidden = 16;
+};
+
+struct SmallInputParams {
+  int pairs = 0;
+  int channels = 0;
+  int hidden = 0;
+  bool outgoing = false;
+  Divisor n;
+  Divisor chunks;  // of kHidden channels
+  Source pair;
+  std::int64_t batch_stride = 0;
+  std::int64_t i_stride = 0;
+  std::int64_t j_stride = 0;
+  Mask mask;
+  float eps = 0.0f;
+  Source norm_weight;
+  Source norm_bias;
+  Source weight[4];  // proj_a, gate_a, proj_b, gate_b
+  Source bias[4];
+  float* to[2] = {};  // a, b: (batch, line, k, hidden)
+};
+
+template <int most>
+struct SmallInputShared {
+  float weight[4 * SmallInput::kHidden][kPitch<most>];
+  float x[SmallInput::kPairs][kPitch<most>];
+  float mask[SmallInput::kPairs];
+  int place[SmallInput::kPairs];  // in a and b; -1: there is no such pair
+};
+
+template <int most, bool plain>
+__global__ void __launch_bounds__(kSmallThreads)
+    small_input_kernel(const __grid_constant__ SmallInputParams p) {
+  sm80::griddepcontrol_launch_dependents();
+  constexpr int kHidden = SmallInput::kHidden;
+  auto& shared = shared_memory<SmallInputShared<most>>();
+  const int thread = thread_index();
+  const int block = static_cast<int>(blockIdx.x);
+  const int tile = p.chunks.divide(block);
+  const int first_hidden = (block - tile * static_cast<int>(p.chunks.divisor)) * kHidden;
+
+  // Everything from memory at once; pairs beyond the last are read as the last one.
+  constexpr int kLanes = kSmallThreads / SmallInput::kPairs;
+  using PairLine = Line<kLanes, most / 4 / kLanes>;
+  constexpr int kFours = most / 4 / kLanes;
+  const int lane = thread % kLanes;
+  const int q = tile * SmallInput::kPairs + thread / kLanes;
+  const int exists = q < p.pairs ? q : p.pairs - 1;
+  const int n = static_cast<int>(p.n.divisor);
+  const int row = p.n.divide(exists);
+  const int batch = p.n.divide(row);
+  const int j = exists - row * n;
+  const int i = row - batch * n;
+  uint4 raw_pair[kFours];
+  uint4 raw_norm_weight[kFours];
+  uint4 raw_norm_bias[kFours];
+  PairLine::template load<plain>(
+      raw_pair, p.pair, batch * p.batch_stride + i * p.i_stride + j * p.j_stride, lane, p.channels);
+  WeightTile<most, kHidden, plain> raw_weight[4];
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    raw_weight[m].load(p.weight[m], first_hidden, p.hidden, p.channels, thread);
+  }
+  PairLine::template load<plain>(raw_norm_weight, p.norm_weight, 0, lane, p.channels);
+  PairLine::template load<plain>(raw_norm_bias, p.norm_bias, 0, lane, p.channels);
+
+  // The threads of a warp make 16 pairs and 8 channels of one of a and b: 4 pairs, 1 channel each.
+  const int warp = thread / 32;
+  const int side = warp / 4;
+  const int own_pair = warp % 2 * 16 + thread % 32 / 8;
+  const int own_row = warp / 2 % 2 * 8 + thread % 8;
+  const int h = first_hidden + own_row;
+  float bias[2] = {};
+  if (h < p.hidden) {
+    bias[0] = load_one<plain>(p.bias[2 * side], h);
+    bias[1] = load_one<plain>(p.bias[2 * side + 1], h);
+  }
+  if (lane == 0) {
+    float mask = 1.0f;
+    if (p.mask.data != nullptr) {
+      mask = load_mask(p.mask,
+                       batch * p.mask.batch_stride + i * p.mask.i_stride + j * p.mask.j_stride);
+    }
+    shared.mask[thread / kLanes] = mask;
+    shared.place[thread / kLanes] = q >= p.pairs ? -1 : p.outgoing ? q : (batch * n + j) * n + i;
+  }
+
+  PairLine x;
+#pragma unroll
+  for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw_pair[f], p.pair.type);
+  x.normalize(lane, p.channels, p.eps);
+  x.template scale<plain>(raw_norm_weight, p.norm_weight.type, raw_norm_bias, p.norm_bias.type);
+  x.store(shared.x[thread / kLanes], lane);
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    raw_weight[m].store(&shared.weight[m * kHidden], p.weight[m].type, thread);
+  }
+  __syncthreads();
+
+  float sum[4][2] = {};  // of pair and projection, gate
+  multiply<most, kHidden>(sum, shared.x[own_pair], shared.weight[side * 2 * kHidden + own_row],
+                          p.channels);
+  if (h >= p.hidden) return;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int pair = own_pair + e * kPairStep;
+    const int place = shared.place[pair];
+    const float value = (sum[e][0] + bias[0]) * sigmoid(sum[e][1] + bias[1]) * shared.mask[pair];
+    if (place >= 0) p.to[side][static_cast<std::int64_t>(place) * p.hidden + h] = value;
+  }
+}
+
+// Output: a, b, pair -> out ----------------------------------------------------------------------
+// A block makes kChannels channels of kSide x kSide pairs (i, j), for which it reads kSide lines of
+// a and of b.
+struct SmallOutput {
+  static constexpr int kSide = 4;
+  static constexpr int kPairs = kSide * kSide;
+  static constexpr int kChannels = 64;
+  static constexpr int kAtOnce = 4;  // of k, in each thread
+};
+
+struct SmallOutputParams {
+  int n = 0;
+  int channels = 0;
+  int hidden = 0;
+  bool gate_normalized = false;
+  Divisor tiles;        // of a side
+  Divisor chunks;       // of kChannels channels
+  int log2_groups = 0;  // of 32 hidden channels, rounded up to a power of two
+  Source pair;
+  std::int64_t batch_stride = 0;
+  std::int64_t i_stride = 0;
+  std::int64_t j_stride = 0;
+  float eps = 0.0f;
+  Source norm_in_weight, norm_in_bias;
+  Source norm_out_weight, norm_out_bias;
+  Source gate_weight, gate_bias;
+  Source proj_weight, proj_bias;
+  const float* a = nullptr;
+  const float* b = nullptr;
+  DType output_type = DType::kFloat32;
+  void* out = nullptr;
+};
+
+template <int most>
+struct SmallOutputShared {
+  // The warps' sums over k: (part of k, pair, hidden in whole groups). 256 threads have 16 each.
+  static constexpr int kPartial = kSmallThreads * SmallOutput::kPairs;
+  union {
+    float gate_weight[SmallOutput::kChannels][kPitch<most>];
+    float partial[kPartial];
+  };
+  float proj_weight[SmallOutput::kChannels][kPitch<most>];
+  float x[SmallOutput::kPairs][kPitch<most>];  // what the gate reads, then the normalised o
+};
+
+// This thread's channel h of o for all pairs of the tile, summed over k = first, first + step, ...
+// `a` and `b` are the planes' elements (batch, 0, 0, h).
+__device__ __forceinline__ void small_contract(float (&sum)[SmallOutput::kSide][SmallOutput::kSide],
+                                               const SmallOutputParams& p, const float* a,
+                                               const float* b, int i, int j, int first, int step) {
+  constexpr int kSide = SmallOutput::kSide;
+  constexpr int kAtOnce = SmallOutput::kAtOnce;
+  const float* a_line[kSide];
+  const float* b_line[kSide];
+#pragma unroll
+  for (int e = 0; e < kSide; ++e) {  // lines beyond the last are read as the last one
+    const std::int64_t line = static_cast<std::int64_t>(p.n) * p.hidden;
+    a_line[e] = a + min(i + e, p.n - 1) * line;
+    b_line[e] = b + min(j + e, p.n - 1) * line;
+  }
+#pragma unroll 1
+  for (int k = first; k < p.n; k += kAtOnce * step) {
+    float left[kAtOnce][kSide];
+    float right[kAtOnce][kSide];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int now = k + u * step;
+      const bool exists = now < p.n;
+#pragma unroll
+      for (int e = 0; e < kSide; ++e) {  // from L2: the first launch may have run on this SM
+        left[u][e] = exists ? __ldcg(a_line[e] + now * p.hidden) : 0.0f;
+        right[u][e] = exists ? __ldcg(b_line[e] + now * p.hidden) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+      for (int e = 0; e < kSide; ++e) {
+#pragma unroll
+        for (int f = 0; f < kSide; ++f) sum[e][f] = fmaf(left[u][e], right[u][f], sum[e][f]);
+      }
+    }
+  }
+}
+
+template <int most, bool plain>
+__global__ void __launch_bounds__(kSmallThreads)
+    small_output_kernel(const __grid_constant__ SmallOutputParams p) {
+  constexpr int kSide = SmallOutput::kSide;
+  constexpr int kPairs = SmallOutput::kPairs;
+  constexpr int kChannels = SmallOutput::kChannels;
+  auto& shared = shared_memory<SmallOutputShared<most>>();
+  const int thread = thread_index();
+  const int tile = p.chunks.divide(static_cast<int>(blockIdx.x));
+  const int first_channel =
+      (static_cast<int>(blockIdx.x) - tile * static_cast<int>(p.chunks.divisor)) * kChannels;
+  const int tile_row = p.tiles.divide(tile);
+  const int batch = p.tiles.divide(tile_row);
+  const int tile_i = (tile_row - batch * static_cast<int>(p.tiles.divisor)) * kSide;
+  const int tile_j = (tile - tile_row * static_cast<int>(p.tiles.divisor)) * kSide;
+
+  // Pairs beyond the last are read as the last one.
+  constexpr int kLanes = kSmallThreads / kPairs;
+  constexpr int kFours = most / 4 / kLanes;
+  using PairLine = Line<kLanes, kFours>;
+  const int lane = thread % kLanes;
+  const int line_pair = thread / kLanes;
+  const int i = min(tile_i + line_pair / kSide, p.n - 1);
+  const int j = min(tile_j + line_pair % kSide, p.n - 1);
+  uint4 raw[kFours];
+  uint4 raw_norm_weight[kFours];
+  uint4 raw_norm_bias[kFours];
+  PairLine::template load<plain>(
+      raw, p.pair, batch * p.batch_stride + i * p.i_stride + j * p.j_stride, lane, p.channels);
+  WeightTile<most, kChannels, plain> raw_weight;
+  raw_weight.load(p.gate_weight, first_channel, p.channels, p.channels, thread);
+
+  // The threads of a warp make 8 pairs and 16 channels: 2 pairs, 2 channels each.
+  const int warp = thread / 32;
+  const int own_pair = warp % 2 * 8 + thread % 32 / 8;
+  const int own_row = warp / 2 * 16 + thread % 8;
+  float gate_bias[2] = {};
+  float proj_bias[2] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int c = first_channel + own_row + r * 8;
+    if (c < p.channels) {
+      gate_bias[r] = load_one<plain>(p.gate_bias, c);
+      proj_bias[r] = load_one<plain>(p.proj_bias, c);
+    }
+  }
+
+  PairLine x;
+  if (p.gate_normalized) {
+    PairLine::template load<plain>(raw_norm_weight, p.norm_in_weight, 0, lane, p.channels);
+    PairLine::template load<plain>(raw_norm_bias, p.norm_in_bias, 0, lane, p.channels);
+  }
+#pragma unroll
+  for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw[f], p.pair.type);
+  if (p.gate_normalized) {
+    x.normalize(lane, p.channels, p.eps);
+    x.template scale<plain>(raw_norm_weight, p.norm_in_weight.type, raw_norm_bias,
+                            p.norm_in_bias.type);
+  }
+  x.store(shared.x[line_pair], lane);
+  raw_weight.store(shared.gate_weight, p.gate_weight.type, thread);
+  // Under way during the gate's product.
+  raw_weight.load(p.proj_weight, first_channel, p.channels, p.hidden, thread);
+  PairLine::template load<plain>(raw_norm_weight, p.norm_out_weight, 0, lane, p.hidden);
+  PairLine::template load<plain>(raw_norm_bias, p.norm_out_bias, 0, lane, p.hidden);
+  __syncthreads();
+
+  float gate[2][2] = {};  // of pair and channel
+  multiply<most, 8>(gate, shared.x[own_pair], shared.gate_weight[own_row], p.channels);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) gate[e][r] = sigmoid(gate[e][r] + gate_bias[r]);
+  }
+  raw_weight.store(shared.proj_weight, p.proj_weight.type, thread);
+  __syncthreads();  // the sums over k come where the gate's weights are
+
+  sm80::griddepcontrol_wait();
+  // A warp sums up 32 channels, one a lane, over its part of k.
+  const int groups = 1 << p.log2_groups;
+  const int width = groups * 32;
+  const int parts = kSmallThreads / width;
+  const int h = warp % groups * 32 + thread % 32;
+  const int part = warp >> p.log2_groups;
+  float sum[kSide][kSide] = {};
+  if (h < p.hidden) {
+    const std::int64_t plane = static_cast<std::int64_t>(p.n) * p.n * p.hidden;
+    small_contract(sum, p, p.a + batch * plane + h, p.b + batch * plane + h, tile_i, tile_j, part,
+                   parts);
+  }
+#pragma unroll
+  for (int e = 0; e < kPairs; ++e) {
+    shared.partial[(part * kPairs + e) * width + h] = sum[e / kSide][e % kSide];
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int f = 0; f < kFours; ++f) {
+    const int column = PairLine::column(lane, f);
+    x.value[f] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int s = 0; s < kSmallThreads / 32; ++s) {
+      if (s >= parts || column >= width) continue;
+      const float4 add = *reinterpret_cast<const float4*>(
+          &shared.partial[(s * kPairs + line_pair) * width + column]);
+      x.value[f].x += add.x;
+      x.value[f].y += add.y;
+      x.value[f].z += add.z;
+      x.value[f].w += add.w;
+    }
+  }
+  x.normalize(lane, p.hidden, p.eps);
+  x.template scale<plain>(raw_norm_weight, p.norm_out_weight.type, raw_norm_bias,
+                          p.norm_out_bias.type);
+  x.store(shared.x[line_pair], lane);
+  __syncthreads();
+
+  float result[2][2] = {};
+  multiply<most, 8>(result, shared.x[own_pair], shared.proj_weight[own_row], p.hidden);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int pair = own_pair + e * kPairStep;
+    const int row = tile_i + pair / kSide;
+    const int column = tile_j + pair % kSide;
+    const std::int64_t place = (static_cast<std::int64_t>(batch) * p.n + row) * p.n + column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int c = first_channel + own_row + r * 8;
+      if (row >= p.n || column >= p.n || c >= p.channels) continue;
+      store_one<plain>(p.out, p.output_type, place * p.channels + c,
+                       gate[e][r] * (result[e][r] + proj_bias[r]));
+    }
+  }
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update
