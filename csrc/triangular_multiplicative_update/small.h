@@ -15,19 +15,22 @@ constexpr int kSmallMostChannels = 128;  // and hidden
 // fewest here; above, tensor cores are faster.
 constexpr double kSmallMostFlops = 3e8;
 
+constexpr int kSmallPlaces = 4;  // lines of a and b are padded to a multiple of so many places
+
 constexpr bool small_fits(const Sizes& sizes) {
   if (sizes.channels > kSmallMostChannels || sizes.hidden > kSmallMostChannels) return false;
-  // As they are computed: in sixteens. Floating, because the number of pairs may be anything.
+  // As they are computed, padding included. Floating, because there may be any number of pairs.
   const double channels = (sizes.channels + 15) / 16 * 16;
   const double hidden = (sizes.hidden + 15) / 16 * 16;
-  const double n = static_cast<double>(sizes.n);
+  const double n = static_cast<double>((sizes.n + kSmallPlaces - 1) / kSmallPlaces * kSmallPlaces);
   const double pair = 8 * channels * hidden + 2 * n * hidden + 2 * channels * (hidden + channels);
   return static_cast<double>(sizes.batch) * n * n * pair <= kSmallMostFlops;
 }
 
-// In floats: a and b, each (batch, line, k, hidden).
+// In floats, for a and b.
 constexpr std::int64_t small_workspace(const Sizes& sizes) {
-  return 2 * sizes.batch * sizes.n * sizes.n * sizes.hidden;
+  const std::int64_t padded = ceil_div(sizes.n, kSmallPlaces) * kSmallPlaces;
+  return 2 * sizes.batch * sizes.n * padded * sizes.hidden;
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

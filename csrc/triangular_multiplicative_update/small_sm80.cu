@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "triangular_multiplicative_update/small_sm80.cuh"
 
+#include <utility>
+
 #include "common/launch.h"
 #include "triangular_multiplicative_update/small.h"
 
@@ -25,6 +27,26 @@ Source source(const Stored& stored, std::int64_t length) {
 Source source(const Pairs& pair, std::int64_t channels) {
   // A multiple of four as all of them are, whatever their signs.
   return source(pair.data, pair.type, channels, pair.batch_stride | pair.i_stride | pair.j_stride);
+}
+
+Norm norm(const Stored& weight, const Stored& bias, int length, float eps) {
+  Norm result;
+  result.weight = source(weight, length);
+  result.bias = source(bias, length);
+  result.length = length;
+  result.share = 1.0f / static_cast<float>(length);
+  result.eps = eps;
+  return result;
+}
+
+Norm norm_in(const SmallProblem& problem) {
+  const Weights& weights = problem.weights;
+  return norm(weights.norm_in_weight, weights.norm_in_bias, problem.sizes.channels, weights.eps);
+}
+
+Norm norm_out(const SmallProblem& problem) {
+  const Weights& weights = problem.weights;
+  return norm(weights.norm_out_weight, weights.norm_out_bias, problem.sizes.hidden, weights.eps);
 }
 
 // Biases are read one by one.
@@ -52,20 +74,24 @@ SmallInputParams input_params(const SmallProblem& problem) {
   const Sizes& sizes = problem.sizes;
   const Weights& weights = problem.weights;
   SmallInputParams p;
-  p.pairs = static_cast<int>(sizes.batch * sizes.n * sizes.n);
+  const std::int64_t padded = ceil_div(sizes.n, kPlacesOfK) * kPlacesOfK;
+  p.places = static_cast<int>(sizes.batch * sizes.n * padded);
+  p.n = static_cast<int>(sizes.n);
   p.channels = sizes.channels;
   p.hidden = sizes.hidden;
-  p.outgoing = problem.outgoing;
-  p.n = Divisor(sizes.n);
+  p.padded = Divisor(padded);
+  p.lines = Divisor(sizes.n);
   p.chunks = Divisor(ceil_div(sizes.hidden, SmallInput::kHidden));
   p.pair = source(problem.pair, sizes.channels);
   p.batch_stride = problem.pair.batch_stride;
-  p.i_stride = problem.pair.i_stride;
-  p.j_stride = problem.pair.j_stride;
+  p.line_stride = problem.pair.i_stride;
+  p.k_stride = problem.pair.j_stride;
   p.mask = problem.mask;
-  p.eps = weights.eps;
-  p.norm_weight = source(weights.norm_in_weight, sizes.channels);
-  p.norm_bias = source(weights.norm_in_bias, sizes.channels);
+  if (!problem.outgoing) {
+    std::swap(p.line_stride, p.k_stride);
+    std::swap(p.mask.i_stride, p.mask.j_stride);
+  }
+  p.norm = norm_in(problem);
   const Linear* linears[4] = {&weights.proj_a, &weights.gate_a, &weights.proj_b, &weights.gate_b};
   for (int m = 0; m < 4; ++m) {
     p.weight[m] = source(linears[m]->weight, sizes.channels);
@@ -81,6 +107,7 @@ SmallOutputParams output_params(const SmallProblem& problem) {
   const Weights& weights = problem.weights;
   SmallOutputParams p;
   p.n = static_cast<int>(sizes.n);
+  p.fours = static_cast<int>(ceil_div(sizes.n, kPlacesOfK));
   p.channels = sizes.channels;
   p.hidden = sizes.hidden;
   p.gate_normalized = weights.gate_normalized;
@@ -91,11 +118,8 @@ SmallOutputParams output_params(const SmallProblem& problem) {
   p.batch_stride = problem.pair.batch_stride;
   p.i_stride = problem.pair.i_stride;
   p.j_stride = problem.pair.j_stride;
-  p.eps = weights.eps;
-  p.norm_in_weight = source(weights.norm_in_weight, sizes.channels);
-  p.norm_in_bias = source(weights.norm_in_bias, sizes.channels);
-  p.norm_out_weight = source(weights.norm_out_weight, sizes.hidden);
-  p.norm_out_bias = source(weights.norm_out_bias, sizes.hidden);
+  p.norm_in = norm_in(problem);
+  p.norm_out = norm_out(problem);
   p.gate_weight = source(weights.out_gate.weight, sizes.channels);
   p.gate_bias = source(weights.out_gate.bias, sizes.channels);
   p.proj_weight = source(weights.out_proj.weight, sizes.hidden);
@@ -116,13 +140,13 @@ void small_forward_sm80(const SmallProblem& problem, CUstream_st* stream) {
   if (sizes.batch == 0 || sizes.n == 0 || sizes.channels == 0) return;
   const SmallInputParams in = input_params(problem);
   const SmallOutputParams out = output_params(problem);
-  const std::int64_t input_blocks = ceil_div(in.pairs, SmallInput::kPairs) * in.chunks.divisor;
+  const std::int64_t input_blocks = ceil_div(in.places, SmallInput::kPairs) * in.chunks.divisor;
   const std::int64_t output_blocks =
       sizes.batch * out.tiles.divisor * out.tiles.divisor * out.chunks.divisor;
   const bool plain =
       problem.output_type == DType::kFloat32 &&
-      plain_vectors(in.pair, in.norm_weight, in.norm_bias, in.weight[0], in.weight[1], in.weight[2],
-                    in.weight[3], out.norm_out_weight, out.norm_out_bias, out.gate_weight,
+      plain_vectors(in.pair, in.norm.weight, in.norm.bias, in.weight[0], in.weight[1], in.weight[2],
+                    in.weight[3], out.norm_out.weight, out.norm_out.bias, out.gate_weight,
                     out.proj_weight) &&
       plain_numbers(in.bias[0], in.bias[1], in.bias[2], in.bias[3], out.gate_bias, out.proj_bias);
   const bool narrow = sizes.channels <= 64 && sizes.hidden <= 64;

@@ -20,24 +20,28 @@ struct SmallInput {
   static constexpr int kHidden = 16;
 };
 
+// a and b are (batch, line, k / 4, hidden, k % 4), with lines padded to a multiple of kPlacesOfK by
+// zeros: so a thread that owns a hidden channel reads four k at once, and a warp whole cache lines.
+constexpr int kPlacesOfK = kSmallPlaces;
+static_assert(kPlacesOfK == 4);
+
 struct SmallInputParams {
-  int pairs = 0;
+  int places = 0;  // (batch, line, k), with the padding
+  int n = 0;
   int channels = 0;
   int hidden = 0;
-  bool outgoing = false;
-  Divisor n;
+  Divisor padded;  // length of a line
+  Divisor lines;   // n
   Divisor chunks;  // of kHidden channels
   Source pair;
   std::int64_t batch_stride = 0;
-  std::int64_t i_stride = 0;
-  std::int64_t j_stride = 0;
-  Mask mask;
-  float eps = 0.0f;
-  Source norm_weight;
-  Source norm_bias;
+  std::int64_t line_stride = 0;
+  std::int64_t k_stride = 0;
+  Mask mask;  // with the strides of line and k as those of i and j
+  Norm norm;
   Source weight[4];  // proj_a, gate_a, proj_b, gate_b
   Source bias[4];
-  float* to[2] = {};  // a, b: (batch, line, k, hidden)
+  float* to[2] = {};  // a, b
 };
 
 template <int most>
@@ -45,7 +49,7 @@ struct SmallInputShared {
   float weight[4 * SmallInput::kHidden][kPitch<most>];
   float x[SmallInput::kPairs][kPitch<most>];
   float mask[SmallInput::kPairs];
-  int place[SmallInput::kPairs];  // in a and b; -1: there is no such pair
+  bool padding[SmallInput::kPairs];
 };
 
 template <int most, bool plain>
@@ -57,32 +61,32 @@ __global__ void __launch_bounds__(kSmallThreads)
   const int thread = thread_index();
   const int block = static_cast<int>(blockIdx.x);
   const int tile = p.chunks.divide(block);
-  const int first_hidden = (block - tile * static_cast<int>(p.chunks.divisor)) * kHidden;
+  const int first_hidden = p.chunks.rest(block, tile) * kHidden;
 
-  // Everything from memory at once; pairs beyond the last are read as the last one.
+  // Everything from memory at once; places without a pair read another one.
   constexpr int kLanes = kSmallThreads / SmallInput::kPairs;
-  using PairLine = Line<kLanes, most / 4 / kLanes>;
   constexpr int kFours = most / 4 / kLanes;
+  using PairLine = Line<kLanes, kFours>;
   const int lane = thread % kLanes;
-  const int q = tile * SmallInput::kPairs + thread / kLanes;
-  const int exists = q < p.pairs ? q : p.pairs - 1;
-  const int n = static_cast<int>(p.n.divisor);
-  const int row = p.n.divide(exists);
-  const int batch = p.n.divide(row);
-  const int j = exists - row * n;
-  const int i = row - batch * n;
+  const int place = min(tile * SmallInput::kPairs + thread / kLanes, p.places - 1);
+  const int row = p.padded.divide(place);
+  const int batch = p.lines.divide(row);
+  const int line = p.lines.rest(row, batch);
+  const int place_k = p.padded.rest(place, row);
+  const int k = min(place_k, p.n - 1);
   uint4 raw_pair[kFours];
   uint4 raw_norm_weight[kFours];
   uint4 raw_norm_bias[kFours];
-  PairLine::template load<plain>(
-      raw_pair, p.pair, batch * p.batch_stride + i * p.i_stride + j * p.j_stride, lane, p.channels);
+  PairLine::template load<plain>(raw_pair, p.pair,
+                                 batch * p.batch_stride + line * p.line_stride + k * p.k_stride,
+                                 lane, p.channels);
   WeightTile<most, kHidden, plain> raw_weight[4];
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     raw_weight[m].load(p.weight[m], first_hidden, p.hidden, p.channels, thread);
   }
-  PairLine::template load<plain>(raw_norm_weight, p.norm_weight, 0, lane, p.channels);
-  PairLine::template load<plain>(raw_norm_bias, p.norm_bias, 0, lane, p.channels);
+  PairLine::template load<plain>(raw_norm_weight, p.norm.weight, 0, lane, p.channels);
+  PairLine::template load<plain>(raw_norm_bias, p.norm.bias, 0, lane, p.channels);
 
   // The threads of a warp make 16 pairs and 8 channels of one of a and b: 4 pairs, 1 channel each.
   const int warp = thread / 32;
@@ -95,22 +99,22 @@ __global__ void __launch_bounds__(kSmallThreads)
     bias[0] = load_one<plain>(p.bias[2 * side], h);
     bias[1] = load_one<plain>(p.bias[2 * side + 1], h);
   }
-  if (lane == 0) {
-    float mask = 1.0f;
-    if (p.mask.data != nullptr) {
-      mask = load_mask(p.mask,
-                       batch * p.mask.batch_stride + i * p.mask.i_stride + j * p.mask.j_stride);
-    }
-    shared.mask[thread / kLanes] = mask;
-    shared.place[thread / kLanes] = q >= p.pairs ? -1 : p.outgoing ? q : (batch * n + j) * n + i;
+  float mask = 1.0f;
+  if (lane == 0 && p.mask.data != nullptr) {
+    mask = load_mask(p.mask,
+                     batch * p.mask.batch_stride + line * p.mask.i_stride + k * p.mask.j_stride);
   }
 
   PairLine x;
 #pragma unroll
   for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw_pair[f], p.pair.type);
-  x.normalize(lane, p.channels, p.eps);
-  x.template scale<plain>(raw_norm_weight, p.norm_weight.type, raw_norm_bias, p.norm_bias.type);
+  x.normalize(lane, p.norm);
+  x.template scale<plain>(p.norm, raw_norm_weight, raw_norm_bias);
   x.store(shared.x[thread / kLanes], lane);
+  if (lane == 0) {
+    shared.mask[thread / kLanes] = mask;
+    shared.padding[thread / kLanes] = place_k >= p.n;
+  }
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     raw_weight[m].store(&shared.weight[m * kHidden], p.weight[m].type, thread);
@@ -120,13 +124,17 @@ __global__ void __launch_bounds__(kSmallThreads)
   float sum[4][2] = {};  // of pair and projection, gate
   multiply<most, kHidden>(sum, shared.x[own_pair], shared.weight[side * 2 * kHidden + own_row],
                           p.channels);
-  if (h >= p.hidden) return;
+  // Lanes of a warp hold 4 neighbouring k and 8 neighbouring channels: 128 bytes in all.
+  static_assert(kPairStep == kPlacesOfK);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int pair = own_pair + e * kPairStep;
-    const int place = shared.place[pair];
+    const int to = tile * SmallInput::kPairs + pair;
     const float value = (sum[e][0] + bias[0]) * sigmoid(sum[e][1] + bias[1]) * shared.mask[pair];
-    if (place >= 0) p.to[side][static_cast<std::int64_t>(place) * p.hidden + h] = value;
+    if (to >= p.places || h >= p.hidden) continue;
+    const std::int64_t index =
+        (static_cast<std::int64_t>(to / kPlacesOfK) * p.hidden + h) * kPlacesOfK + to % kPlacesOfK;
+    p.to[side][index] = shared.padding[pair] ? 0.0f : value;
   }
 }
 
@@ -137,11 +145,11 @@ struct SmallOutput {
   static constexpr int kSide = 4;
   static constexpr int kPairs = kSide * kSide;
   static constexpr int kChannels = 64;
-  static constexpr int kAtOnce = 4;  // of k, in each thread
 };
 
 struct SmallOutputParams {
   int n = 0;
+  int fours = 0;  // of k
   int channels = 0;
   int hidden = 0;
   bool gate_normalized = false;
@@ -152,9 +160,8 @@ struct SmallOutputParams {
   std::int64_t batch_stride = 0;
   std::int64_t i_stride = 0;
   std::int64_t j_stride = 0;
-  float eps = 0.0f;
-  Source norm_in_weight, norm_in_bias;
-  Source norm_out_weight, norm_out_bias;
+  Norm norm_in;
+  Norm norm_out;
   Source gate_weight, gate_bias;
   Source proj_weight, proj_bias;
   const float* a = nullptr;
@@ -175,41 +182,38 @@ struct SmallOutputShared {
   float x[SmallOutput::kPairs][kPitch<most>];  // what the gate reads, then the normalised o
 };
 
-// This thread's channel h of o for all pairs of the tile, summed over k = first, first + step, ...
-// `a` and `b` are the planes' elements (batch, 0, 0, h).
+// This thread's channel h of o for all pairs of the tile, summed over a part of k: every `parts`th
+// four of it.
 __device__ __forceinline__ void small_contract(float (&sum)[SmallOutput::kSide][SmallOutput::kSide],
-                                               const SmallOutputParams& p, const float* a,
-                                               const float* b, int i, int j, int first, int step) {
+                                               const SmallOutputParams& p, int batch, int i, int j,
+                                               int h, int part, int parts) {
   constexpr int kSide = SmallOutput::kSide;
-  constexpr int kAtOnce = SmallOutput::kAtOnce;
-  const float* a_line[kSide];
-  const float* b_line[kSide];
+  const auto* a = reinterpret_cast<const float4*>(p.a);
+  const auto* b = reinterpret_cast<const float4*>(p.b);
+  int a_line[kSide];  // a number of fours: small_fits() keeps it far below 2^31
+  int b_line[kSide];
 #pragma unroll
   for (int e = 0; e < kSide; ++e) {  // lines beyond the last are read as the last one
-    const std::int64_t line = static_cast<std::int64_t>(p.n) * p.hidden;
-    a_line[e] = a + min(i + e, p.n - 1) * line;
-    b_line[e] = b + min(j + e, p.n - 1) * line;
+    a_line[e] = (batch * p.n + min(i + e, p.n - 1)) * p.fours * p.hidden + h;
+    b_line[e] = (batch * p.n + min(j + e, p.n - 1)) * p.fours * p.hidden + h;
   }
 #pragma unroll 1
-  for (int k = first; k < p.n; k += kAtOnce * step) {
-    float left[kAtOnce][kSide];
-    float right[kAtOnce][kSide];
+  for (int four = part; four < p.fours; four += parts) {
+    float4 left[kSide];
+    float4 right[kSide];
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int now = k + u * step;
-      const bool exists = now < p.n;
-#pragma unroll
-      for (int e = 0; e < kSide; ++e) {  // from L2: the first launch may have run on this SM
-        left[u][e] = exists ? __ldcg(a_line[e] + now * p.hidden) : 0.0f;
-        right[u][e] = exists ? __ldcg(b_line[e] + now * p.hidden) : 0.0f;
-      }
+    for (int e = 0; e < kSide; ++e) {  // from L2: this kernel may have started before they came
+      left[e] = __ldcg(a + a_line[e] + four * p.hidden);
+      right[e] = __ldcg(b + b_line[e] + four * p.hidden);
     }
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
+    for (int u = 0; u < kPlacesOfK; ++u) {
 #pragma unroll
       for (int e = 0; e < kSide; ++e) {
 #pragma unroll
-        for (int f = 0; f < kSide; ++f) sum[e][f] = fmaf(left[u][e], right[u][f], sum[e][f]);
+        for (int f = 0; f < kSide; ++f) {
+          sum[e][f] = fmaf(element(left[e], u), element(right[f], u), sum[e][f]);
+        }
       }
     }
   }
@@ -224,12 +228,11 @@ __global__ void __launch_bounds__(kSmallThreads)
   auto& shared = shared_memory<SmallOutputShared<most>>();
   const int thread = thread_index();
   const int tile = p.chunks.divide(static_cast<int>(blockIdx.x));
-  const int first_channel =
-      (static_cast<int>(blockIdx.x) - tile * static_cast<int>(p.chunks.divisor)) * kChannels;
+  const int first_channel = p.chunks.rest(static_cast<int>(blockIdx.x), tile) * kChannels;
   const int tile_row = p.tiles.divide(tile);
   const int batch = p.tiles.divide(tile_row);
-  const int tile_i = (tile_row - batch * static_cast<int>(p.tiles.divisor)) * kSide;
-  const int tile_j = (tile - tile_row * static_cast<int>(p.tiles.divisor)) * kSide;
+  const int tile_i = p.tiles.rest(tile_row, batch) * kSide;
+  const int tile_j = p.tiles.rest(tile, tile_row) * kSide;
 
   // Pairs beyond the last are read as the last one.
   constexpr int kLanes = kSmallThreads / kPairs;
@@ -264,22 +267,21 @@ __global__ void __launch_bounds__(kSmallThreads)
 
   PairLine x;
   if (p.gate_normalized) {
-    PairLine::template load<plain>(raw_norm_weight, p.norm_in_weight, 0, lane, p.channels);
-    PairLine::template load<plain>(raw_norm_bias, p.norm_in_bias, 0, lane, p.channels);
+    PairLine::template load<plain>(raw_norm_weight, p.norm_in.weight, 0, lane, p.channels);
+    PairLine::template load<plain>(raw_norm_bias, p.norm_in.bias, 0, lane, p.channels);
   }
 #pragma unroll
   for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw[f], p.pair.type);
   if (p.gate_normalized) {
-    x.normalize(lane, p.channels, p.eps);
-    x.template scale<plain>(raw_norm_weight, p.norm_in_weight.type, raw_norm_bias,
-                            p.norm_in_bias.type);
+    x.normalize(lane, p.norm_in);
+    x.template scale<plain>(p.norm_in, raw_norm_weight, raw_norm_bias);
   }
   x.store(shared.x[line_pair], lane);
   raw_weight.store(shared.gate_weight, p.gate_weight.type, thread);
   // Under way during the gate's product.
   raw_weight.load(p.proj_weight, first_channel, p.channels, p.hidden, thread);
-  PairLine::template load<plain>(raw_norm_weight, p.norm_out_weight, 0, lane, p.hidden);
-  PairLine::template load<plain>(raw_norm_bias, p.norm_out_bias, 0, lane, p.hidden);
+  PairLine::template load<plain>(raw_norm_weight, p.norm_out.weight, 0, lane, p.hidden);
+  PairLine::template load<plain>(raw_norm_bias, p.norm_out.bias, 0, lane, p.hidden);
   __syncthreads();
 
   float gate[2][2] = {};  // of pair and channel
@@ -300,11 +302,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   const int h = warp % groups * 32 + thread % 32;
   const int part = warp >> p.log2_groups;
   float sum[kSide][kSide] = {};
-  if (h < p.hidden) {
-    const std::int64_t plane = static_cast<std::int64_t>(p.n) * p.n * p.hidden;
-    small_contract(sum, p, p.a + batch * plane + h, p.b + batch * plane + h, tile_i, tile_j, part,
-                   parts);
-  }
+  if (h < p.hidden) small_contract(sum, p, batch, tile_i, tile_j, h, part, parts);
 #pragma unroll
   for (int e = 0; e < kPairs; ++e) {
     shared.partial[(part * kPairs + e) * width + h] = sum[e / kSide][e % kSide];
@@ -326,9 +324,8 @@ __global__ void __launch_bounds__(kSmallThreads)
       x.value[f].w += add.w;
     }
   }
-  x.normalize(lane, p.hidden, p.eps);
-  x.template scale<plain>(raw_norm_weight, p.norm_out_weight.type, raw_norm_bias,
-                          p.norm_out_bias.type);
+  x.normalize(lane, p.norm_out);
+  x.template scale<plain>(p.norm_out, raw_norm_weight, raw_norm_bias);
   x.store(shared.x[line_pair], lane);
   __syncthreads();
 

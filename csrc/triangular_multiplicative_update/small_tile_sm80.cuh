@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "common/cuda/sm80/instructions.cuh"
-#include "triangular_multiplicative_update/triangular_multiplicative_update.h"
+#include "triangular_multiplicative_update/small.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 
@@ -25,6 +25,9 @@ struct Divisor {
 
   __device__ __forceinline__ int divide(int x) const {
     return static_cast<int>(std::uint64_t{static_cast<std::uint32_t>(x)} * multiplier >> 31);
+  }
+  __device__ __forceinline__ int rest(int x, int quotient) const {
+    return x - quotient * static_cast<int>(divisor);
   }
 };
 
@@ -136,6 +139,14 @@ __device__ __forceinline__ float& element(float4& four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
+struct Norm {
+  Source weight;
+  Source bias;
+  int length = 0;
+  float share = 0.0f;  // 1 / length
+  float eps = 0.0f;
+};
+
 // A line lies in `lanes` neighbouring lanes: lane l has numbers 4 * (l + i * lanes) to + 3 in
 // fours[i]. Numbers from `count` on are zeros, and stay so.
 template <int lanes, int fours>
@@ -150,8 +161,9 @@ struct Line {
     return x;
   }
 
-  __device__ __forceinline__ void normalize(int lane, int count, float eps) {
-    const float share = 1.0f / static_cast<float>(count);
+  __device__ __forceinline__ void normalize(int lane, const Norm& norm) {
+    const int count = norm.length;
+    const float share = norm.share;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
@@ -174,7 +186,7 @@ struct Line {
     }
     rest = sum_of_lanes(rest) * share;
     squares = sum_of_lanes(squares) * share;
-    const float scale = rsqrtf(fmaxf(fmaf(-rest, rest, squares), 0.0f) + eps);
+    const float scale = rsqrtf(fmaxf(fmaf(-rest, rest, squares), 0.0f) + norm.eps);
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
 #pragma unroll
@@ -187,12 +199,12 @@ struct Line {
 
   // Weight and bias, read before.
   template <bool plain>
-  __device__ __forceinline__ void scale(const uint4 (&weight)[fours], DType weight_type,
-                                        const uint4 (&bias)[fours], DType bias_type) {
+  __device__ __forceinline__ void scale(const Norm& norm, const uint4 (&weight)[fours],
+                                        const uint4 (&bias)[fours]) {
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
-      const float4 w = converted<plain>(weight[i], weight_type);
-      const float4 b = converted<plain>(bias[i], bias_type);
+      const float4 w = converted<plain>(weight[i], norm.weight.type);
+      const float4 b = converted<plain>(bias[i], norm.bias.type);
       value[i].x = fmaf(value[i].x, w.x, b.x);
       value[i].y = fmaf(value[i].y, w.y, b.y);
       value[i].z = fmaf(value[i].z, w.z, b.z);
@@ -286,7 +298,7 @@ __device__ __forceinline__ void multiply(float (&sum)[pairs][rows], const float*
 }
 
 __device__ __forceinline__ float sigmoid(float x) {
-  return 1.0f / (1.0f + expf(-x));  // of a large -x, 1 / infinity
+  return __fdividef(1.0f, 1.0f + expf(-x));  // 0 of a large -x, where the divisor is infinite
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

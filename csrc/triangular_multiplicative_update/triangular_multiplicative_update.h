@@ -102,7 +102,7 @@ struct SmallProblem {
   Weights weights;
   DType output_type = DType::kFloat32;
   void* out = nullptr;         // contiguous (batch, n, n, channels)
-  float* workspace = nullptr;  // small_workspace(sizes) of small.h floats, contents arbitrary
+  float* workspace = nullptr;  // small_workspace(sizes) of small.h floats, from a multiple of 16 bytes on
 };
 
 // For problems that small_fits() of small.h admits.
