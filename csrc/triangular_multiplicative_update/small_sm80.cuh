@@ -53,7 +53,7 @@ struct SmallInputShared {
 };
 
 template <int most, bool plain>
-__global__ void __launch_bounds__(kSmallThreads)
+__global__ void __launch_bounds__(kSmallThreads, 2)
     small_input_kernel(const __grid_constant__ SmallInputParams p) {
   sm80::griddepcontrol_launch_dependents();
   constexpr int kHidden = SmallInput::kHidden;
@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   }
 
   PairLine x;
-#pragma unroll
-  for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw_pair[f], p.pair.type);
+  x.template take<plain>(raw_pair, p.pair.type);
   x.normalize(lane, p.norm);
   x.template scale<plain>(p.norm, raw_norm_weight, raw_norm_bias);
   x.store(shared.x[thread / kLanes], lane);
@@ -180,47 +179,60 @@ struct SmallOutputShared {
   };
   float proj_weight[SmallOutput::kChannels][kPitch<most>];
   float x[SmallOutput::kPairs][kPitch<most>];  // what the gate reads, then the normalised o
+  float norm_weight[most];                     // of the LayerNorm of o
+  float norm_bias[most];
 };
 
-// This thread's channel h of o for all pairs of the tile, summed over a part of k: every `parts`th
+// One thread's channel of o for all pairs of the tile, summed over a part of k: every `parts`th
 // four of it.
-__device__ __forceinline__ void small_contract(float (&sum)[SmallOutput::kSide][SmallOutput::kSide],
-                                               const SmallOutputParams& p, int batch, int i, int j,
-                                               int h, int part, int parts) {
-  constexpr int kSide = SmallOutput::kSide;
-  const auto* a = reinterpret_cast<const float4*>(p.a);
-  const auto* b = reinterpret_cast<const float4*>(p.b);
-  int a_line[kSide];  // a number of fours: small_fits() keeps it far below 2^31
+struct SmallContraction {
+  static constexpr int kSide = SmallOutput::kSide;
+
+  // In fours: the lines of a and b, from this channel on. small_fits() keeps them far below 2^31.
+  int a_line[kSide];
   int b_line[kSide];
+  float sum[kSide][kSide] = {};
+
+  __device__ __forceinline__ SmallContraction(const SmallOutputParams& p, int batch, int i, int j,
+                                              int h) {
+    const int line = p.fours * p.hidden;
+    const int first = batch * p.n * line + h;
 #pragma unroll
-  for (int e = 0; e < kSide; ++e) {  // lines beyond the last are read as the last one
-    a_line[e] = (batch * p.n + min(i + e, p.n - 1)) * p.fours * p.hidden + h;
-    b_line[e] = (batch * p.n + min(j + e, p.n - 1)) * p.fours * p.hidden + h;
-  }
-#pragma unroll 1
-  for (int four = part; four < p.fours; four += parts) {
-    float4 left[kSide];
-    float4 right[kSide];
-#pragma unroll
-    for (int e = 0; e < kSide; ++e) {  // from L2: this kernel may have started before they came
-      left[e] = __ldcg(a + a_line[e] + four * p.hidden);
-      right[e] = __ldcg(b + b_line[e] + four * p.hidden);
+    for (int e = 0; e < kSide; ++e) {  // lines beyond the last are read as the last one
+      a_line[e] = first + min(i + e, p.n - 1) * line;
+      b_line[e] = first + min(j + e, p.n - 1) * line;
     }
+  }
+
+  __device__ __forceinline__ void run(const SmallOutputParams& p, int part, int parts) {
+    const auto* a = reinterpret_cast<const float4*>(p.a);
+    const auto* b = reinterpret_cast<const float4*>(p.b);
+#pragma unroll 1
+    for (int four = part; four < p.fours; four += parts) {
+      float4 left[kSide];
+      float4 right[kSide];
 #pragma unroll
-    for (int u = 0; u < kPlacesOfK; ++u) {
+      for (int e = 0; e < kSide; ++e) {  // from L2: this kernel may have started before they came
+        left[e] = __ldcg(a + a_line[e] + four * p.hidden);
+        right[e] = __ldcg(b + b_line[e] + four * p.hidden);
+      }
+      __syncwarp();  // else the compiler puts off some of the reads until others have come
 #pragma unroll
-      for (int e = 0; e < kSide; ++e) {
+      for (int u = 0; u < kPlacesOfK; ++u) {
 #pragma unroll
-        for (int f = 0; f < kSide; ++f) {
-          sum[e][f] = fmaf(element(left[e], u), element(right[f], u), sum[e][f]);
+        for (int e = 0; e < kSide; ++e) {
+#pragma unroll
+          for (int f = 0; f < kSide; ++f) {
+            sum[e][f] = fmaf(element(left[e], u), element(right[f], u), sum[e][f]);
+          }
         }
       }
     }
   }
-}
+};
 
 template <int most, bool plain>
-__global__ void __launch_bounds__(kSmallThreads)
+__global__ void __launch_bounds__(kSmallThreads, 2)
     small_output_kernel(const __grid_constant__ SmallOutputParams p) {
   constexpr int kSide = SmallOutput::kSide;
   constexpr int kPairs = SmallOutput::kPairs;
@@ -270,8 +282,7 @@ __global__ void __launch_bounds__(kSmallThreads)
     PairLine::template load<plain>(raw_norm_weight, p.norm_in.weight, 0, lane, p.channels);
     PairLine::template load<plain>(raw_norm_bias, p.norm_in.bias, 0, lane, p.channels);
   }
-#pragma unroll
-  for (int f = 0; f < kFours; ++f) x.value[f] = converted<plain>(raw[f], p.pair.type);
+  x.template take<plain>(raw, p.pair.type);
   if (p.gate_normalized) {
     x.normalize(lane, p.norm_in);
     x.template scale<plain>(p.norm_in, raw_norm_weight, raw_norm_bias);
@@ -280,8 +291,10 @@ __global__ void __launch_bounds__(kSmallThreads)
   raw_weight.store(shared.gate_weight, p.gate_weight.type, thread);
   // Under way during the gate's product.
   raw_weight.load(p.proj_weight, first_channel, p.channels, p.hidden, thread);
-  PairLine::template load<plain>(raw_norm_weight, p.norm_out.weight, 0, lane, p.hidden);
-  PairLine::template load<plain>(raw_norm_bias, p.norm_out.bias, 0, lane, p.hidden);
+  if (line_pair == 0) {
+    PairLine::template load<plain>(raw_norm_weight, p.norm_out.weight, 0, lane, p.hidden);
+    PairLine::template load<plain>(raw_norm_bias, p.norm_out.bias, 0, lane, p.hidden);
+  }
   __syncthreads();
 
   float gate[2][2] = {};  // of pair and channel
@@ -292,20 +305,26 @@ __global__ void __launch_bounds__(kSmallThreads)
     for (int r = 0; r < 2; ++r) gate[e][r] = sigmoid(gate[e][r] + gate_bias[r]);
   }
   raw_weight.store(shared.proj_weight, p.proj_weight.type, thread);
+  if (line_pair == 0) {
+    x.template take<plain>(raw_norm_weight, p.norm_out.weight.type);
+    x.store(shared.norm_weight, lane);
+    x.template take<plain>(raw_norm_bias, p.norm_out.bias.type);
+    x.store(shared.norm_bias, lane);
+  }
   __syncthreads();  // the sums over k come where the gate's weights are
 
-  sm80::griddepcontrol_wait();
   // A warp sums up 32 channels, one a lane, over its part of k.
-  const int groups = 1 << p.log2_groups;
-  const int width = groups * 32;
-  const int parts = kSmallThreads / width;
-  const int h = warp % groups * 32 + thread % 32;
+  const int width = 32 << p.log2_groups;
+  const int parts = kSmallThreads / 32 >> p.log2_groups;
   const int part = warp >> p.log2_groups;
-  float sum[kSide][kSide] = {};
-  if (h < p.hidden) small_contract(sum, p, batch, tile_i, tile_j, h, part, parts);
+  const int h = thread & (width - 1);
+  SmallContraction contraction(p, batch, tile_i, tile_j, min(h, p.hidden - 1));
+  float* partial = &shared.partial[part * kPairs * width + h];
+  sm80::griddepcontrol_wait();
+  contraction.run(p, part, parts);
 #pragma unroll
   for (int e = 0; e < kPairs; ++e) {
-    shared.partial[(part * kPairs + e) * width + h] = sum[e / kSide][e % kSide];
+    partial[e * width] = h < p.hidden ? contraction.sum[e / kSide][e % kSide] : 0.0f;
   }
   __syncthreads();
 
@@ -325,7 +344,7 @@ __global__ void __launch_bounds__(kSmallThreads)
     }
   }
   x.normalize(lane, p.norm_out);
-  x.template scale<plain>(p.norm_out, raw_norm_weight, raw_norm_bias);
+  x.scale(shared.norm_weight, shared.norm_bias, lane);
   x.store(shared.x[line_pair], lane);
   __syncthreads();
 

@@ -203,12 +203,17 @@ struct Line {
                                         const uint4 (&bias)[fours]) {
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
-      const float4 w = converted<plain>(weight[i], norm.weight.type);
-      const float4 b = converted<plain>(bias[i], norm.bias.type);
-      value[i].x = fmaf(value[i].x, w.x, b.x);
-      value[i].y = fmaf(value[i].y, w.y, b.y);
-      value[i].z = fmaf(value[i].z, w.z, b.z);
-      value[i].w = fmaf(value[i].w, w.w, b.w);
+      scale_four(i, converted<plain>(weight[i], norm.weight.type),
+                 converted<plain>(bias[i], norm.bias.type));
+    }
+  }
+
+  // Weight and bias in shared memory.
+  __device__ __forceinline__ void scale(const float* weight, const float* bias, int lane) {
+#pragma unroll
+    for (int i = 0; i < fours; ++i) {
+      scale_four(i, *reinterpret_cast<const float4*>(weight + column(lane, i)),
+                 *reinterpret_cast<const float4*>(bias + column(lane, i)));
     }
   }
 
@@ -221,9 +226,23 @@ struct Line {
     }
   }
 
+  template <bool plain>
+  __device__ __forceinline__ void take(const uint4 (&raw)[fours], DType type) {
+#pragma unroll
+    for (int i = 0; i < fours; ++i) value[i] = converted<plain>(raw[i], type);
+  }
+
   __device__ __forceinline__ void store(float* line, int lane) const {
 #pragma unroll
     for (int i = 0; i < fours; ++i) *reinterpret_cast<float4*>(line + column(lane, i)) = value[i];
+  }
+
+ private:
+  __device__ __forceinline__ void scale_four(int i, const float4& weight, const float4& bias) {
+    value[i].x = fmaf(value[i].x, weight.x, bias.x);
+    value[i].y = fmaf(value[i].y, weight.y, bias.y);
+    value[i].z = fmaf(value[i].z, weight.z, bias.z);
+    value[i].w = fmaf(value[i].w, weight.w, bias.w);
   }
 };
 

@@ -102,7 +102,8 @@ struct SmallProblem {
   Weights weights;
   DType output_type = DType::kFloat32;
   void* out = nullptr;         // contiguous (batch, n, n, channels)
-  float* workspace = nullptr;  // small_workspace(sizes) of small.h floats, from a multiple of 16 bytes on
+  // small_workspace(sizes) floats (small.h), aligned to 16 bytes, contents arbitrary.
+  float* workspace = nullptr;
 };
 
 // For problems that small_fits() of small.h admits.
