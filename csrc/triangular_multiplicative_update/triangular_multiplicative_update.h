@@ -101,7 +101,7 @@ struct SmallProblem {
   Mask mask;
   Weights weights;
   DType output_type = DType::kFloat32;
-  void* out = nullptr;         // contiguous (batch, n, n, channels)
+  void* out = nullptr;  // contiguous (batch, n, n, channels)
   // small_workspace(sizes) floats (small.h), aligned to 16 bytes, contents arbitrary.
   float* workspace = nullptr;
 };
