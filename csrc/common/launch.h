@@ -56,11 +56,11 @@ inline int multiprocessors() {
 }
 
 #ifdef __CUDACC__
-// Launches kernel(params) and checks the launch itself; what goes wrong while the kernel runs
-// shows, as always with CUDA, at a later call.
+namespace detail {
+
 template <class Params>
 void launch(const char* what, void (*kernel)(Params), unsigned grid_x, unsigned threads,
-            std::size_t shared_bytes, cudaStream_t stream, const Params& params) {
+            std::size_t shared_bytes, cudaStream_t stream, bool early, const Params& params) {
   if (shared_bytes > 48 * 1024) {  // below, no permission is needed
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shared_bytes)),
@@ -71,7 +71,54 @@ void launch(const char* what, void (*kernel)(Params), unsigned grid_x, unsigned 
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  if (early) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), what);
+}
+
+// Whether the code of the kernel that this device runs waits in griddepcontrol_wait(). PTX for an
+// older architecture, compiled by the driver for a new device, does not.
+template <auto kernel>
+bool waits_for_previous_grid(const char* what) {
+  constexpr int kCached = 64;
+  static std::atomic<int> cache[kCached];  // the architecture, 0 where not asked yet
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), what);
+  const bool cached = device >= 0 && device < kCached;
+  int number = cached ? cache[device].load(std::memory_order_relaxed) : 0;
+  if (number == 0) {
+    cudaFuncAttributes attributes = {};
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), what);
+    number = attributes.ptxVersion;
+    if (cached) cache[device].store(number, std::memory_order_relaxed);
+  }
+  return number >= 90;
+}
+
+}  // namespace detail
+
+// Launches kernel(params) and checks the launch itself; what goes wrong while the kernel runs
+// shows, as always with CUDA, at a later call.
+template <class Params>
+void launch(const char* what, void (*kernel)(Params), unsigned grid_x, unsigned threads,
+            std::size_t shared_bytes, cudaStream_t stream, const Params& params) {
+  detail::launch(what, kernel, grid_x, threads, shared_bytes, stream, false, params);
+}
+
+// The same for a kernel that may start while the one launched before it on the stream still runs,
+// where the device can do that: programmatic dependent launch. Every thread of the kernel calls
+// griddepcontrol_wait() before it reads what that one wrote, or writes anything; that one calls
+// griddepcontrol_launch_dependents().
+template <auto kernel, class Params>
+void launch_dependent(const char* what, unsigned grid_x, unsigned threads, std::size_t shared_bytes,
+                      cudaStream_t stream, const Params& params) {
+  detail::launch(what, kernel, grid_x, threads, shared_bytes, stream,
+                 detail::waits_for_previous_grid<kernel>(what), params);
 }
 #endif
 

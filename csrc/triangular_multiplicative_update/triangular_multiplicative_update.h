@@ -101,12 +101,12 @@ struct SmallProblem {
   Mask mask;
   Weights weights;
   DType output_type = DType::kFloat32;
-  void* out = nullptr;         // contiguous (batch, n, n, channels)
-  float* workspace = nullptr;  // small_workspace(sizes) floats, contents arbitrary
+  void* out = nullptr;  // contiguous (batch, n, n, channels)
+  // small_workspace(sizes) floats (small.h), aligned to 16 bytes, contents arbitrary.
+  float* workspace = nullptr;
 };
 
-bool small_fits(const Sizes& sizes);
-std::int64_t small_workspace(const Sizes& sizes);
+// For problems that small_fits() of small.h admits.
 void small_forward_sm80(const SmallProblem& problem, CUstream_st* stream);
 
 // The contraction of split planes ------------------------------------------------------------------

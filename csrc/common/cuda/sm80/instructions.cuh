@@ -172,6 +172,22 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
 }
 
+// For launch_dependent() of common/launch.h, on devices of compute capability 9.0 and newer;
+// nothing elsewhere, where the next grid does not start early. The first says that the next grid
+// may start as soon as all blocks of this one have said so or ended; the second waits until the
+// grid before has ended and all that it wrote is seen.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace fused_ops::sm80
 
 #endif  // __CUDACC__

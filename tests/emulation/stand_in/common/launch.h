@@ -32,4 +32,10 @@ void launch(const char*, void (*kernel)(Params), unsigned grid_x, unsigned threa
   emulation::launch(kernel, grid_x, threads, shared_bytes, params);
 }
 
+template <auto kernel, class Params>
+void launch_dependent(const char* what, unsigned grid_x, unsigned threads, std::size_t shared_bytes,
+                      cudaStream_t stream, const Params& params) {
+  launch(what, kernel, grid_x, threads, shared_bytes, stream, params);
+}
+
 }  // namespace fused_ops
