@@ -116,6 +116,18 @@ def same_device(op: str, owner: str, reference: Tensor, others: dict[str, Tensor
             )
 
 
+def max_workspace(op: str, value: object) -> None:
+    """Require a number of bytes, or None."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"{op}: max_workspace must be an int (bytes) or None, got {type(value).__name__}"
+        )
+    if value < 0:
+        raise ValueError(f"{op}: max_workspace must not be negative, got {value}")
+
+
 def mask_dtype(op: str, name: str, mask: Tensor | None) -> None:
     """Require a bool, integer or floating mask that does not ask for a gradient."""
     if mask is not None and mask.is_complex():

@@ -35,6 +35,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # What a schema takes as it is, by the type that the schema names; the rest it converts or refuses.
 _PLAIN_OTHERS: dict[str, tuple[type, ...]] = {
     "int": (int,),
+    "int?": (int, type(None)),
     "float": (float,),
     "bool": (bool,),
     "str": (str,),

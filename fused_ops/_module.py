@@ -79,7 +79,9 @@ class FusedModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def from_reference(cls, module: nn.Module, *, precision: str | None = None) -> Self:
+    def from_reference(
+        cls, module: nn.Module, *, precision: str | None = None, **options: Any
+    ) -> Self:
         """Build the fused module around the parameters of a reference module.
 
         Parameters
@@ -89,6 +91,8 @@ class FusedModule(nn.Module):
             names and shapes.
         precision
             As in the constructor.
+        **options
+            The constructor's other keyword-only arguments, where it has some.
 
         Returns
         -------
@@ -110,7 +114,7 @@ class FusedModule(nn.Module):
                 f"{cls.__name__}, got {type(module).__name__} ({error})"
             ) from error
         with torch.device("meta"):
-            fused = cls(**arguments, precision=precision)
+            fused = cls(**arguments, precision=precision, **options)
         for name, child in fused.named_children():
             theirs = getattr(module, name)
             # The parameters of another kind of module would not say what it does.
