@@ -130,6 +130,11 @@ class Operator:
     forward, backward
         The composition. ``backward`` takes the incoming gradient first and, last, a list of
         flags, one for each name in ``differentiable``.
+    plans_cuda
+        Whether what the planner says of a call on CUDA is remembered here, so that C++ is not
+        entered where it would only come back. False for an op with kernels for most calls: the
+        C++ host op is then called at once. It must check everything, a required tensor that is
+        None too, and call ``x_composition`` itself.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class Operator:
         shapes: Callable[[dict[str, Any]], dict[str, list[int]]],
         forward: Callable[..., Tensor],
         backward: Callable[..., list[Tensor]],
+        plans_cuda: bool = True,
     ) -> None:
         self.name = name
         self.check = check
@@ -157,7 +163,8 @@ class Operator:
         self._other_types = tuple(_PLAIN_OTHERS[arguments[i].split()[0]] for i in others)
         self._precision = names.index("precision")
         self._known: dict[tuple[Any, ...], _Known] = {}
-        self._backward_kernels: dict[str, bool] = {}
+        self._plans_cuda = plans_cuda
+        self._kernels: dict[tuple[str, str], bool] = {}
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
 
@@ -200,10 +207,18 @@ class Operator:
 
     def _run_forward(self, args: Sequence[Any]) -> Tensor:
         """Without autograd: straight to the composition where nothing else could run."""
+        if self._is_for_cpp(args[0]):
+            return self._forward_op(*args)
         known = self._recall(args)
         if known is not None and known.composed:
             return self._compose_result(known.result, args)
         return self._forward_op(*args)
+
+    def _is_for_cpp(self, first: Any) -> bool:
+        """Whether C++ takes any call whose first argument is ``first``, without a look at it."""
+        if self._plans_cuda or not getattr(first, "is_cuda", False):
+            return False
+        return self._has_kernel("forward", "cuda")
 
     @staticmethod
     def _nobody_watches() -> bool:
@@ -245,7 +260,8 @@ class Operator:
             elif tensor.is_cpu:
                 parts += (tensor.shape, tensor.dtype)
             elif tensor.is_cuda:
-                parts += (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+                # The index: a device as an object takes longer than all the rest.
+                parts += (tensor.shape, tensor.dtype, tensor.get_device(), tensor.stride())
             else:
                 return None
         return (*parts, *others)
@@ -407,16 +423,17 @@ class Operator:
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
         if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
             known = self._recall(args)
-            if known is not None and not self._has_backward_kernel(known.result.device.type):
+            if known is not None and not self._has_kernel("backward", known.result.device.type):
                 return self._run_backward(grad, *args, needs)
         return self._backward_op(grad, *args, needs)
 
-    def _has_backward_kernel(self, device_type: str) -> bool:
-        known = self._backward_kernels.get(device_type)
+    def _has_kernel(self, which: str, device_type: str) -> bool:
+        """Whether the device type has a kernel of its own for ``x_forward`` or ``x_backward``."""
+        known = self._kernels.get((which, device_type))
         if known is None:
-            name = f"{NAMESPACE}::{self.name}_backward"
+            name = f"{NAMESPACE}::{self.name}_{which}"
             known = torch._C._dispatch_has_kernel_for_dispatch_key(name, device_type.upper())
-            self._backward_kernels[device_type] = known
+            self._kernels[which, device_type] = known
         return known
 
     def _make_function(self) -> type[torch.autograd.Function]:

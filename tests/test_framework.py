@@ -5,11 +5,21 @@ import copy
 import inspect
 import re
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import evaluate, randomize
-from subjects import MASKED_OPS, MODULES, OPERATORS, OPS, SIZES, build, inputs, operands
+from subjects import (
+    MASKED_OPS,
+    MODULES,
+    OPERATORS,
+    OPS,
+    SIZES,
+    build,
+    inputs,
+    operands,
+)
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -835,3 +845,48 @@ def test_a_required_tensor_that_is_none_or_no_tensor_is_named(wrong):
     arguments["gate_a_weight"] = wrong
     with pytest.raises((TypeError, RuntimeError), match="gate_a_weight"), torch.no_grad():
         fused_ops.functional.triangular_multiplicative_update(z, None, **arguments)
+
+
+# What CUDA does by itself -------------------------------------------------------------------------
+
+
+class Stub(NamedTuple):
+    """As much of a tensor as is looked at before C++ takes a call."""
+
+    is_cuda: bool = True
+    requires_grad: bool = False
+
+
+def test_a_cuda_call_of_an_op_with_kernels_goes_to_cpp_unseen(monkeypatch):
+    """No checks and no plan in Python, where the C++ host op makes its own."""
+    fused, _ = build("triangular_multiplicative_update")
+    operator = OPERATORS["triangular_multiplicative_update"]
+    flat = fused._operands(*inputs("triangular_multiplicative_update", 5))
+    flat[0] = Stub()
+    monkeypatch.setattr(operator, "_forward_op", lambda *args: args)
+    monkeypatch.setattr(operator, "_signature", lambda args: pytest.fail("looked at all tensors"))
+    monkeypatch.setattr(operator, "_kernels", {("forward", "cuda"): True})
+    with torch.no_grad():
+        assert operator(*flat) == tuple(flat)
+        flat[0] = Stub(is_cuda=False)
+        with pytest.raises(pytest.fail.Exception):
+            operator(*flat)
+        flat[0] = Stub()
+        operator._kernels["forward", "cuda"] = False  # a build without CUDA
+        with pytest.raises(pytest.fail.Exception):
+            operator(*flat)
+        product = OPERATORS["tensor_matmul"]  # its plan is remembered: cuBLAS serves many calls
+        monkeypatch.setattr(product, "_signature", lambda args: pytest.fail("as it should"))
+        with pytest.raises(pytest.fail.Exception):
+            product(Stub(), Stub(), "ieee", None)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_which_devices_have_kernels_is_asked_of_the_dispatcher(op):
+    operator = OPERATORS[op]
+    for which in ("forward", "backward"):
+        for device in ("cpu", "cuda"):
+            asked = torch._C._dispatch_has_kernel_for_dispatch_key(
+                f"fused_ops::{op}_{which}", device.upper()
+            )
+            assert operator._has_kernel(which, device) is asked

@@ -93,7 +93,7 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
         return OPERATOR(*self._operands(pair_repr, pair_mask))
 
     def _operands(self, pair_repr: Tensor, pair_mask: Tensor | None = None) -> list[Any]:
-        _check.tensors(NAME, pair_repr=pair_repr)
+        _check.tensor(NAME, "pair_repr", pair_repr)
         _check.mask_needs_no_grad(NAME, "pair_mask", pair_mask)
         _check.max_workspace(NAME, self.max_workspace)
         eps: float = self._modules["layer_norm_in"].eps  # type: ignore[union-attr,assignment]

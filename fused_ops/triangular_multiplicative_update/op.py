@@ -128,6 +128,7 @@ OPERATOR = Operator(
     shapes=_shapes,
     forward=composition.forward,
     backward=composition.backward,
+    plans_cuda=False,
 )
 
 
@@ -212,7 +213,7 @@ def triangular_multiplicative_update(
     """
     if direction not in ("incoming", "outgoing"):
         raise ValueError(f"{NAME}: direction must be 'incoming' or 'outgoing', got {direction!r}")
-    _check.tensors(NAME, pair=pair)
+    _check.tensor(NAME, "pair", pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
     _check.max_workspace(NAME, max_workspace)
     return OPERATOR(
