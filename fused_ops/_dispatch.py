@@ -86,6 +86,8 @@ class _Known(NamedTuple):
     result: Result
     composed: bool
     """Whether no kernel of ours takes it."""
+    backward: bool
+    """Whether its gradients come from the device's own backward."""
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -130,6 +132,10 @@ class Operator:
     forward, backward
         The composition. ``backward`` takes the incoming gradient first and, last, a list of
         flags, one for each name in ``differentiable``.
+    device_backward
+        Takes what ``backward`` takes, for CUDA tensors whose backward the planner gives to a
+        kernel, and runs as a composition does: without autograd and autocast. It returns
+        contiguous gradients in the dtypes of their tensors, or None to leave them to ``backward``.
     plans_cuda
         Whether what the planner says of a call on CUDA is remembered here, so that C++ is not
         entered where it would only come back. False for an op with kernels for most calls: the
@@ -147,6 +153,7 @@ class Operator:
         shapes: Callable[[dict[str, Any]], dict[str, list[int]]],
         forward: Callable[..., Tensor],
         backward: Callable[..., list[Tensor]],
+        device_backward: Callable[..., list[Tensor] | None] | None = None,
         plans_cuda: bool = True,
     ) -> None:
         self.name = name
@@ -154,6 +161,7 @@ class Operator:
         self._shapes = shapes
         self._compose_forward = forward
         self._compose_backward = backward
+        self._device_backward = device_backward
         self._names = names = [argument.split()[-1] for argument in arguments]
         self._tensors = tuple(i for i, a in enumerate(arguments) if a.startswith("Tensor"))
         self._required = {i for i in self._tensors if arguments[i].startswith("Tensor ")}
@@ -278,12 +286,13 @@ class Operator:
             result = self.check(*args)
             composed = True
             if result.device.type == "cuda":
-                composed = self.query(args).plan()["path"] != "kernel"
+                composed = self._question(result, args).plan()["path"] != "kernel"
             if composed:
                 self._warn(result, args, backward=False)
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            known = self._known[signature] = _Known(result, composed)
+            backward = self._is_for_device_backward(result, args)
+            known = self._known[signature] = _Known(result, composed, backward)
         return known
 
     def _refuse_forward_mode(self, args: Sequence[Any]) -> None:
@@ -296,7 +305,9 @@ class Operator:
 
     def query(self, args: Sequence[Any]) -> Query:
         """The planner's question for a call with ``args``; checks them first."""
-        result = self.check(*args)
+        return self._question(self.check(*args), args)
+
+    def _question(self, result: Result, args: Sequence[Any]) -> Query:
         named = dict(zip(self._names, args, strict=True))
         shapes = self._shapes(named)
         strides = {
@@ -338,9 +349,30 @@ class Operator:
             raise ValueError(
                 f"{self.name}: needs must have {len(self.differentiable)} entries, got {len(needs)}"
             )
-        self._warn(result, inputs, backward=True)
-        all_args = (grad, *inputs, list(needs))
-        return self._compose(self._compose_backward, result, inputs[self._precision], all_args)
+        device = self._is_for_device_backward(result, inputs)
+        return self._gradients(result, device, grad, inputs, needs)
+
+    def _is_for_device_backward(self, result: Result, args: Sequence[Any]) -> bool:
+        """Whether the planner gives the backward of a checked call to kernels."""
+        if self._device_backward is None or result.device.type != "cuda":
+            return False
+        if not _library.cuda_library_status.loaded:
+            return False
+        return bool(self._question(result, args).plan(backward=True)["path"] == "kernel")
+
+    def _gradients(
+        self, result: Result, device: bool, grad: Tensor, args: Sequence[Any], needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The gradients of a checked call; ``device``: by the device's own backward."""
+        precision = args[self._precision]
+        all_args = (grad, *args, list(needs))
+        if device:
+            assert self._device_backward is not None
+            grads = self._compose(self._device_backward, result, precision, all_args)
+            if grads is not None:
+                return grads
+        self._warn(result, args, backward=True)
+        return self._compose(self._compose_backward, result, precision, all_args)
 
     def _run_composition(self, *args: Any) -> Tensor:
         *inputs, reason = args
@@ -374,7 +406,7 @@ class Operator:
         if key in _library.warned or asked in self._chosen:
             return
         if kind == "cuda":
-            plan = self.query(args).plan(backward)
+            plan = self._question(result, args).plan(backward)
             if plan["path"] == "composition":
                 _library.warn_composition(key, "; ".join(plan["reasons"]))
             else:
@@ -416,7 +448,7 @@ class Operator:
         return tuple(out)
 
     def _run_gradients(self, grad: Tensor, args: list[Any], needs: list[bool]) -> list[Tensor]:
-        """The gradients; straight from the composition where no device has anything else."""
+        """The gradients; without the dispatcher where it would only come back to Python."""
         if torch.compiler.is_compiling():
             return self._backward_op(grad, *args, needs)
         # Batched gradients (is_grads_batched) look like plain ones.
@@ -424,7 +456,7 @@ class Operator:
         if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
             known = self._recall(args)
             if known is not None and not self._has_kernel("backward", known.result.device.type):
-                return self._run_backward(grad, *args, needs)
+                return self._gradients(known.result, known.backward, grad, args, needs)
         return self._backward_op(grad, *args, needs)
 
     def _has_kernel(self, which: str, device_type: str) -> bool:
