@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import accuracy, measure, records, report, suites
-from benchmarks.case import MODES
-from benchmarks.opponents import first_line
+from benchmarks.case import BOTH, FORWARD, MODES, ONE_GRADIENT
+from benchmarks.opponents import OPPONENTS, FusedOp, first_line
 from benchmarks.roofline import Rates, measure_rates
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -35,9 +35,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     many = "; may be given several times, default all"
-    add("--suite", action="append", choices=suites.SUITES, help="what to measure" + many)
+    named = (*suites.SUITES, *suites.EXTRA)
+    extra = f"; may be given several times, default all but {', '.join(suites.EXTRA)}"
+    add("--suite", action="append", choices=named, help="what to measure" + extra)
     add("--op", action="append", choices=suites.OPS, help="op to measure" + many)
     add("--dtype", action="append", choices=list(MODES), help="default: what each case names")
+    directions = [FORWARD, BOTH, *ONE_GRADIENT]
+    add("--direction", action="append", choices=directions, help="what to run" + many)
+    add("--size", action="append", type=_size, metavar="N=512", help="cases to measure" + many)
+    everybody = sorted({o.name for o in OPPONENTS} | {FusedOp.name})
+    add("--opponent", action="append", choices=everybody, help="who takes part" + many)
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     add("--seconds", type=float, help="on one number of one opponent; 0.05 on cuda, 0.5 on cpu")
     add("--budget", type=float, help="seconds for the whole run; 180 on cuda, 300 on cpu")
@@ -57,6 +64,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _size(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    if not name.isalpha() or not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a size such as N=512, got {text!r}")
+    return name, int(value)
+
+
 def default_output(machine: dict[str, Any], part: bool = False) -> pathlib.Path:
     """Named after the GPU, where there is one; a part of the cases has a file of its own."""
     name = machine.get("gpu", "cpu").lower().replace(" ", "-")
@@ -72,11 +86,15 @@ def main(arguments: list[str] | None = None) -> int:
             options.op or suites.OPS,
             options.dtype,
             not options.no_compile,
+            directions=options.direction,
+            sizes=options.size or (),
+            names=options.opponent,
         )
     )
     device = torch.device(options.device)
     results = records.Results(records.machine(device))
-    part = bool(options.suite or options.op or options.dtype or options.no_compile)
+    choices = ("suite", "op", "dtype", "direction", "size", "opponent", "no_compile")
+    part = any(getattr(options, choice) for choice in choices)
     output = options.output or default_output(results.machine, part)
     if options.device == "cpu" and "tf32" in (options.dtype or []):
         results.skipped.append("tf32: the CPU has no such mode")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+ALL_METRICS = frozenset({"time", "launches", "memory", "error"})
 FORWARD, BOTH = "forward", "forward+backward"
 # Backward alone, for one operand of a matrix product; these follow an untimed forward.
 ONE_GRADIENT = {"dA": 0, "dB": 1}
@@ -57,7 +58,8 @@ class Case:
     op: str
     kind: str
     """"headline" (the shapes that the library is judged by), "real" (shapes of models), "scaling"
-    (one shape over its length) or "small" (odd and tiny, for the overhead)."""
+    (one shape over its length), "small" (odd and tiny, for the overhead), or the name of the suite
+    that alone measures it."""
     sizes: dict[str, int]
     make: Callable[..., tuple[nn.Module, list[Tensor]]]
     """``make(**sizes)`` gives the eager reference module and its fp32 inputs, on the device that
@@ -73,6 +75,10 @@ class Case:
     """What is measured on CUDA by default; on the CPU that is fp32."""
     device: str = ""
     """"cuda" or "cpu" where the case is meant for one of them alone."""
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Opponents that do not take part, and why: too large or too slow for them."""
+    metrics: frozenset[str] = ALL_METRICS
+    """What is measured; the error needs room for the reference in float64."""
 
     @property
     def name(self) -> str:

@@ -16,12 +16,18 @@ from torch import Tensor, nn
 
 import fused_ops
 from benchmarks import timing
-from benchmarks.case import BOTH, FORWARD, MODES, ONE_GRADIENT, Case, arithmetic
+from benchmarks.case import (
+    ALL_METRICS,
+    BOTH,
+    FORWARD,
+    MODES,
+    ONE_GRADIENT,
+    Case,
+    arithmetic,
+)
 from benchmarks.opponents import Entry, Opponent, Setting, Skip, find, first_line
 from benchmarks.records import Record
 from benchmarks.roofline import Rates, floor_ms
-
-ALL_METRICS = frozenset({"time", "launches", "memory", "error"})
 
 
 class Job(NamedTuple):
@@ -64,6 +70,11 @@ def run(job: Job, device: torch.device, seconds: float, rates: Rates) -> Outcome
         entered: list[Entered] = []
         for name in job.opponents:
             opponent = find(name, job.case.op)
+            if name in job.case.without:
+                outcome.skipped.append(
+                    f"{name}, {job.case.op} {job.case.name}: {job.case.without[name]}"
+                )
+                continue
             try:
                 opponent.check(Setting(job.case, job.mode, job.direction, device))
                 entry = opponent.enter(eager, inputs)

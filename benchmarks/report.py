@@ -122,6 +122,10 @@ _ALL: list[Column] = [
 COLUMNS: dict[str, list[Column]] = {
     "headline": _ALL,
     "real": _ALL,
+    "issue": _ALL,
+    "lengths": _ALL,
+    "channels": _ALL,
+    "large": _ALL,
     "overhead": _TIMES,
     "memory": [
         ("beyond inputs and results, MiB", _metric("extra_mib")),
@@ -138,6 +142,10 @@ COLUMNS: dict[str, list[Column]] = {
 _COMPARED: dict[str, tuple[str, Callable[[Record], float | None]]] = {
     "headline": ("ours is", lambda record: record.time),
     "real": ("ours is", lambda record: record.time),
+    "issue": ("ours is", lambda record: record.time),
+    "lengths": ("ours is", lambda record: record.time),
+    "channels": ("ours is", lambda record: record.time),
+    "large": ("ours is", lambda record: record.time),
     "overhead": ("ours is", lambda record: record["host_ms"] or record["wall_ms"]),
     "memory": ("ours needs", lambda record: record["extra_mib"]),
 }

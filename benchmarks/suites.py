@@ -12,8 +12,8 @@ from benchmarks import (
     tensor_matmul,
     triangular_multiplicative_update,
 )
-from benchmarks.case import FORWARD, MODES, ONE_GRADIENT, Case
-from benchmarks.measure import ALL_METRICS, Job
+from benchmarks.case import ALL_METRICS, FORWARD, MODES, ONE_GRADIENT, Case
+from benchmarks.measure import Job
 
 CASES = [
     *tensor_matmul.CASES,
@@ -23,6 +23,9 @@ CASES = [
 ]
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
 SUITES = ("headline", "real", "memory", "accuracy", "overhead")
+# Measured only when asked for. "issue" has the headline and the table that the triangular update is
+# judged by, "lengths" and "channels" what is beside it, "large" what an eager model cannot hold.
+EXTRA = ("issue", "lengths", "channels", "large")
 ACCURACY = "accuracy"  # no jobs: accuracy.py
 
 
@@ -32,11 +35,42 @@ def plan(
     ops: Iterable[str] = OPS,
     modes: Iterable[str] | None = None,
     compiling: bool = True,
+    *,
+    directions: Iterable[str] | None = None,
+    sizes: Iterable[tuple[str, int]] = (),
+    names: Iterable[str] | None = None,
 ) -> Iterator[Job | str]:
     """Jobs in order, and the word "accuracy" where that suite has its turn.
 
-    ``modes`` stands for the cases' own choice of dtypes.
+    ``modes`` stands for the cases' own choice of dtypes. The last three choose among the jobs:
+    ``sizes`` holds pairs such as ("N", 512), of which a case must agree with one for each name;
+    ``names`` are opponents.
     """
+    wanted: dict[str, set[int]] = {}
+    for key, value in sizes:
+        wanted.setdefault(key, set()).add(value)
+    for job in _plan(device, suites, ops, modes, compiling):
+        if isinstance(job, str):
+            if directions is None and names is None and not wanted:
+                yield job
+            continue
+        if directions is not None and job.direction not in directions:
+            continue
+        if any(job.case.sizes.get(key) not in values for key, values in wanted.items()):
+            continue
+        if names is not None:
+            job = job._replace(opponents=tuple(n for n in job.opponents if n in names))
+        if job.opponents:
+            yield job
+
+
+def _plan(
+    device: str,
+    suites: Iterable[str],
+    ops: Iterable[str],
+    modes: Iterable[str] | None,
+    compiling: bool,
+) -> Iterator[Job | str]:
     suites, ops = set(suites), set(ops)
     cases = [c for c in CASES if c.op in ops and c.device in ("", device)]
 
@@ -52,7 +86,8 @@ def plan(
         for case in chosen:
             for mode in modes_of(case):
                 for direction in case.directions:
-                    yield Job(suite, case, mode, direction, opponents.names(case.op))
+                    rivals = opponents.names(case.op)
+                    yield Job(suite, case, mode, direction, rivals, case.metrics)
 
     def compiled(suite: str, chosen: list[Case]) -> Iterator[Job]:
         # The products last, of which a compiler makes the same library call.
@@ -61,7 +96,7 @@ def plan(
                 for direction in case.directions:
                     if mode in ("fp32", "bf16") and direction not in ONE_GRADIENT:
                         names = opponents.names(case.op, compiles=True)
-                        yield Job(suite, case, mode, direction, names)
+                        yield Job(suite, case, mode, direction, names, case.metrics)
 
     if "headline" in suites:
         yield from timed("headline", kind("headline"))
@@ -98,3 +133,12 @@ def plan(
             )
         if compiling:
             yield from compiled("real", kind("real"))
+    beside = {suite: kind(suite) for suite in EXTRA if suite in suites}
+    if "issue" in beside:
+        own = {case.op for case in beside["issue"]}
+        beside["issue"] = [c for c in kind("headline") if c.op in own] + beside["issue"]
+    for suite, chosen in beside.items():
+        yield from timed(suite, chosen)
+    if compiling:
+        for suite, chosen in beside.items():
+            yield from compiled(suite, chosen)

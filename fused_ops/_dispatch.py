@@ -35,6 +35,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # What a schema takes as it is, by the type that the schema names; the rest it converts or refuses.
 _PLAIN_OTHERS: dict[str, tuple[type, ...]] = {
     "int": (int,),
+    "int?": (int, type(None)),
     "float": (float,),
     "bool": (bool,),
     "str": (str,),
@@ -85,6 +86,8 @@ class _Known(NamedTuple):
     result: Result
     composed: bool
     """Whether no kernel of ours takes it."""
+    backward: bool
+    """Whether its gradients come from the device's own backward."""
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -129,6 +132,15 @@ class Operator:
     forward, backward
         The composition. ``backward`` takes the incoming gradient first and, last, a list of
         flags, one for each name in ``differentiable``.
+    device_backward
+        Takes what ``backward`` takes, for CUDA tensors whose backward the planner gives to a
+        kernel, and runs as a composition does: without autograd and autocast. It returns
+        contiguous gradients in the dtypes of their tensors, or None to leave them to ``backward``.
+    plans_cuda
+        Whether what the planner says of a call on CUDA is remembered here, so that C++ is not
+        entered where it would only come back. False for an op with kernels for most calls: the
+        C++ host op is then called at once. It must check everything, a required tensor that is
+        None too, and call ``x_composition`` itself.
     """
 
     def __init__(
@@ -141,12 +153,15 @@ class Operator:
         shapes: Callable[[dict[str, Any]], dict[str, list[int]]],
         forward: Callable[..., Tensor],
         backward: Callable[..., list[Tensor]],
+        device_backward: Callable[..., list[Tensor] | None] | None = None,
+        plans_cuda: bool = True,
     ) -> None:
         self.name = name
         self.check = check
         self._shapes = shapes
         self._compose_forward = forward
         self._compose_backward = backward
+        self._device_backward = device_backward
         self._names = names = [argument.split()[-1] for argument in arguments]
         self._tensors = tuple(i for i, a in enumerate(arguments) if a.startswith("Tensor"))
         self._required = {i for i in self._tensors if arguments[i].startswith("Tensor ")}
@@ -156,7 +171,8 @@ class Operator:
         self._other_types = tuple(_PLAIN_OTHERS[arguments[i].split()[0]] for i in others)
         self._precision = names.index("precision")
         self._known: dict[tuple[Any, ...], _Known] = {}
-        self._backward_kernels: dict[str, bool] = {}
+        self._plans_cuda = plans_cuda
+        self._kernels: dict[tuple[str, str], bool] = {}
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
 
@@ -199,10 +215,18 @@ class Operator:
 
     def _run_forward(self, args: Sequence[Any]) -> Tensor:
         """Without autograd: straight to the composition where nothing else could run."""
+        if self._is_for_cpp(args[0]):
+            return self._forward_op(*args)
         known = self._recall(args)
         if known is not None and known.composed:
             return self._compose_result(known.result, args)
         return self._forward_op(*args)
+
+    def _is_for_cpp(self, first: Any) -> bool:
+        """Whether C++ takes any call whose first argument is ``first``, without a look at it."""
+        if self._plans_cuda or not getattr(first, "is_cuda", False):
+            return False
+        return self._has_kernel("forward", "cuda")
 
     @staticmethod
     def _nobody_watches() -> bool:
@@ -244,7 +268,8 @@ class Operator:
             elif tensor.is_cpu:
                 parts += (tensor.shape, tensor.dtype)
             elif tensor.is_cuda:
-                parts += (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+                # The index: a device as an object takes longer than all the rest.
+                parts += (tensor.shape, tensor.dtype, tensor.get_device(), tensor.stride())
             else:
                 return None
         return (*parts, *others)
@@ -261,12 +286,13 @@ class Operator:
             result = self.check(*args)
             composed = True
             if result.device.type == "cuda":
-                composed = self.query(args).plan()["path"] != "kernel"
+                composed = self._question(result, args).plan()["path"] != "kernel"
             if composed:
                 self._warn(result, args, backward=False)
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            known = self._known[signature] = _Known(result, composed)
+            backward = self._is_for_device_backward(result, args)
+            known = self._known[signature] = _Known(result, composed, backward)
         return known
 
     def _refuse_forward_mode(self, args: Sequence[Any]) -> None:
@@ -279,7 +305,9 @@ class Operator:
 
     def query(self, args: Sequence[Any]) -> Query:
         """The planner's question for a call with ``args``; checks them first."""
-        result = self.check(*args)
+        return self._question(self.check(*args), args)
+
+    def _question(self, result: Result, args: Sequence[Any]) -> Query:
         named = dict(zip(self._names, args, strict=True))
         shapes = self._shapes(named)
         strides = {
@@ -321,9 +349,30 @@ class Operator:
             raise ValueError(
                 f"{self.name}: needs must have {len(self.differentiable)} entries, got {len(needs)}"
             )
-        self._warn(result, inputs, backward=True)
-        all_args = (grad, *inputs, list(needs))
-        return self._compose(self._compose_backward, result, inputs[self._precision], all_args)
+        device = self._is_for_device_backward(result, inputs)
+        return self._gradients(result, device, grad, inputs, needs)
+
+    def _is_for_device_backward(self, result: Result, args: Sequence[Any]) -> bool:
+        """Whether the planner gives the backward of a checked call to kernels."""
+        if self._device_backward is None or result.device.type != "cuda":
+            return False
+        if not _library.cuda_library_status.loaded:
+            return False
+        return bool(self._question(result, args).plan(backward=True)["path"] == "kernel")
+
+    def _gradients(
+        self, result: Result, device: bool, grad: Tensor, args: Sequence[Any], needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The gradients of a checked call; ``device``: by the device's own backward."""
+        precision = args[self._precision]
+        all_args = (grad, *args, list(needs))
+        if device:
+            assert self._device_backward is not None
+            grads = self._compose(self._device_backward, result, precision, all_args)
+            if grads is not None:
+                return grads
+        self._warn(result, args, backward=True)
+        return self._compose(self._compose_backward, result, precision, all_args)
 
     def _run_composition(self, *args: Any) -> Tensor:
         *inputs, reason = args
@@ -357,7 +406,7 @@ class Operator:
         if key in _library.warned or asked in self._chosen:
             return
         if kind == "cuda":
-            plan = self.query(args).plan(backward)
+            plan = self._question(result, args).plan(backward)
             if plan["path"] == "composition":
                 _library.warn_composition(key, "; ".join(plan["reasons"]))
             else:
@@ -399,23 +448,24 @@ class Operator:
         return tuple(out)
 
     def _run_gradients(self, grad: Tensor, args: list[Any], needs: list[bool]) -> list[Tensor]:
-        """The gradients; straight from the composition where no device has anything else."""
+        """The gradients; without the dispatcher where it would only come back to Python."""
         if torch.compiler.is_compiling():
             return self._backward_op(grad, *args, needs)
         # Batched gradients (is_grads_batched) look like plain ones.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
         if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
             known = self._recall(args)
-            if known is not None and not self._has_backward_kernel(known.result.device.type):
-                return self._run_backward(grad, *args, needs)
+            if known is not None and not self._has_kernel("backward", known.result.device.type):
+                return self._gradients(known.result, known.backward, grad, args, needs)
         return self._backward_op(grad, *args, needs)
 
-    def _has_backward_kernel(self, device_type: str) -> bool:
-        known = self._backward_kernels.get(device_type)
+    def _has_kernel(self, which: str, device_type: str) -> bool:
+        """Whether the device type has a kernel of its own for ``x_forward`` or ``x_backward``."""
+        known = self._kernels.get((which, device_type))
         if known is None:
-            name = f"{NAMESPACE}::{self.name}_backward"
+            name = f"{NAMESPACE}::{self.name}_{which}"
             known = torch._C._dispatch_has_kernel_for_dispatch_key(name, device_type.upper())
-            self._backward_kernels[device_type] = known
+            self._kernels[which, device_type] = known
         return known
 
     def _make_function(self) -> type[torch.autograd.Function]:

@@ -13,38 +13,46 @@ from typing_extensions import Self
 
 from fused_ops._dispatch import Query
 
-ParameterPath = tuple[str, str]
+LinearPath = tuple[str, bool]
+"""Name of a linear or LayerNorm, and whether its bias is wanted."""
 
 
-def linear_path(name: str, bias: bool = True) -> tuple[ParameterPath, ...]:
+def linear_path(name: str, bias: bool = True) -> tuple[LinearPath, ...]:
     """Paths of the parameters of the linear or LayerNorm ``name``."""
-    return ((name, "weight"), (name, "bias")) if bias else ((name, "weight"),)
+    return ((name, bias),)
 
 
 _PLAIN = (nn.Linear, nn.LayerNorm)
 
 
-def gather(module: nn.Module, paths: Sequence[ParameterPath]) -> list[Tensor | None]:
-    """Parameters of submodules, in order.
+def gather(module: nn.Module, paths: Sequence[LinearPath]) -> list[Tensor | None]:
+    """Weights and biases of submodules, in order.
 
     Reading ``_modules`` and ``_parameters`` directly costs a fraction of attribute access and
     cannot go stale. Parametrized submodules, whose weights are computed, take the slow way; what
     is neither plain nor parametrized is refused, since its forward would never be called.
     """
     children = module._modules
-    gathered = []
-    for name, key in paths:
+    gathered: list[Tensor | None] = []
+    for name, bias in paths:
         child: Any = children.get(name)
-        if type(child) in _PLAIN and key in child._parameters:
-            gathered.append(child._parameters[key])
+        stored: dict[str, Tensor | None] = child._parameters if type(child) in _PLAIN else {}
+        if "weight" not in stored or (bias and "bias" not in stored):
+            gathered.append(_parameter(module, name, "weight"))
+            if bias:
+                gathered.append(_parameter(module, name, "bias"))
+        elif bias:
+            gathered += (stored["weight"], stored["bias"])
         else:
-            gathered.append(_computed(module, name, key))
+            gathered.append(stored["weight"])
     return gathered
 
 
-def _computed(module: nn.Module, name: str, key: str) -> Tensor | None:
-    """A parameter that is not a plain entry of a plain submodule, if it is known to be current."""
+def _parameter(module: nn.Module, name: str, key: str) -> Tensor | None:
+    """A parameter of a submodule; one that is computed if it is known to be current."""
     child = getattr(module, name)
+    if type(child) in _PLAIN and key in child._parameters:
+        return child._parameters[key]
     parametrized = isinstance(child, _PLAIN) and nn.utils.parametrize.is_parametrized(child)
     replica = type(child) in _PLAIN and getattr(child, "_is_replica", False)  # of DataParallel
     if parametrized or replica:
@@ -79,7 +87,9 @@ class FusedModule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def from_reference(cls, module: nn.Module, *, precision: str | None = None) -> Self:
+    def from_reference(
+        cls, module: nn.Module, *, precision: str | None = None, **options: Any
+    ) -> Self:
         """Build the fused module around the parameters of a reference module.
 
         Parameters
@@ -89,6 +99,8 @@ class FusedModule(nn.Module):
             names and shapes.
         precision
             As in the constructor.
+        **options
+            The constructor's other keyword-only arguments, where it has some.
 
         Returns
         -------
@@ -110,7 +122,7 @@ class FusedModule(nn.Module):
                 f"{cls.__name__}, got {type(module).__name__} ({error})"
             ) from error
         with torch.device("meta"):
-            fused = cls(**arguments, precision=precision)
+            fused = cls(**arguments, precision=precision, **options)
         for name, child in fused.named_children():
             theirs = getattr(module, name)
             # The parameters of another kind of module would not say what it does.

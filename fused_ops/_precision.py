@@ -18,12 +18,16 @@ T = TypeVar("T")
 
 PRECISIONS = ("ieee", "tf32")
 _MATMUL = torch.backends.cuda.matmul  # found once: the way there is dear in a small call
+# What reading ``_MATMUL.fp32_precision`` comes to, after a chain of comparisons that takes longer.
+_read_fp32_precision: Callable[[str, str], str] = getattr(
+    torch._C, "_get_fp32_precision_getter", lambda *_: _MATMUL.fp32_precision
+)
 
 
 def _global_fp32_precision() -> str:
     # Only fp32_precision may be read: reading allow_tf32 raises once the newer setting was used.
     # The setting "none" means the default, IEEE.
-    return "tf32" if _MATMUL.fp32_precision == "tf32" else "ieee"
+    return "tf32" if _read_fp32_precision("cuda", "matmul") == "tf32" else "ieee"
 
 
 # What torch.compiler.assume_constant_result sets. The decorator itself imports all of dynamo:
@@ -45,8 +49,9 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
     As for ``nn.Linear``, float64 tensors are left alone.
     """
-    device_type = "cpu" if tensor.is_cpu else tensor.device.type
-    if tensor.dtype == torch.float64 or not _autocast_enabled(device_type):
+    # The type of the device costs as much as all the rest together.
+    device_type = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
+    if not _autocast_enabled(device_type) or tensor.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(device_type)
 

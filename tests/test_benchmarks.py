@@ -116,12 +116,27 @@ def test_defaults_are_those_of_the_device():
 
 
 @pytest.mark.parametrize(
-    "bad", [["--suite", "fast"], ["--op", "gemm"], ["--dtype", "fp8"], ["--device", "tpu"]]
+    "bad",
+    [
+        ["--suite", "fast"],
+        ["--op", "gemm"],
+        ["--dtype", "fp8"],
+        ["--device", "tpu"],
+        ["--direction", "sideways"],
+        ["--opponent", "nobody"],
+    ],
 )
 def test_unknown_choices_are_refused(bad, capsys):
     with pytest.raises(SystemExit):
         main.parse(bad)
     assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["N", "N=", "N=big", "=3", "3=N", "N=-1"])
+def test_what_is_no_size_is_refused(bad, capsys):
+    with pytest.raises(SystemExit):
+        main.parse(["--size", bad])
+    assert "expected a size such as N=512, got" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -160,6 +175,55 @@ def test_plan_obeys_its_options():
     compiling = suites.plan("cuda", ["headline"], ["msa_row_attention"], ["bf16"])
     assert any("flex" in job.opponents for job in compiling)
     assert not list(suites.plan("cpu", ["headline"], suites.OPS, ["tf32"]))
+
+
+def test_the_plan_of_the_triangular_issue():
+    def contests(*suite, **options):
+        jobs = list(suites.plan("cuda", suite, **options))
+        assert {job.case.op for job in jobs} <= {"triangular_multiplicative_update"}
+        quick = [job for job in jobs if "compile" not in job.opponents]
+        assert jobs[: len(quick)] == quick  # those that compile come last
+        return {(*job.case.sizes.values(), job.mode, job.direction) for job in quick}
+
+    both = (FORWARD, BOTH)
+    table = {
+        (1, n, 128, 128, mode, direction)
+        for n in (256, 512, 1024)
+        for mode in ("bf16", "fp32", "tf32")
+        for direction in both
+    }
+    headline = {(2, 32, 64, 32, m, d) for m in ("fp32", "tf32", "bf16") for d in both}
+    assert contests("issue") == table | headline
+    beside = contests("lengths", "channels")
+    for sizes in ((77, 128, 128), (1025, 128, 128), (256, 256, 256), (384, 384, 128)):
+        assert {c[-2:] for c in beside if c[1:-2] == sizes} == {
+            (mode, direction) for mode in ("bf16", "fp32") for direction in both
+        }
+    assert contests("large") == {
+        (1, n, 128, 128, mode, direction)
+        for n, mode in ((2944, "fp32"), (4096, "bf16"))
+        for direction in both
+    }
+    some = contests("issue", modes=["bf16"], directions=[FORWARD], sizes=[("N", 512), ("B", 1)])
+    assert some == {(1, 512, 128, 128, "bf16", FORWARD)}
+    ours = list(suites.plan("cuda", ["issue", "accuracy"], names=["fused", "cuequivariance"]))
+    assert {job.opponents for job in ours} == {("fused", "cuequivariance")}
+    assert not list(suites.plan("cpu", ["lengths", "channels", "large"]))
+    assert not {job.suite for job in suites.plan("cuda") if job != "accuracy"} & set(suites.EXTRA)
+
+
+def test_a_case_may_leave_out_an_opponent():
+    case = dataclasses.replace(
+        tiny("triangular_multiplicative_update"),
+        without={"eager": "too large"},
+        metrics=frozenset({"memory"}),
+    )
+    job = Job("large", case, "fp32", FORWARD, ("fused", "eager"), case.metrics)
+    outcome = measure.run(job, CPU, 0.0, RATES)
+    assert [r.opponent for r in outcome.records] == ["fused"]
+    assert outcome.records[0]["peak_mib"] > 0 and outcome.records[0]["error"] is None
+    assert outcome.skipped == [f"eager, {case.op} {case.name}: too large"]
+    assert "large: triangular" in report.text(Results(MACHINE, outcome.records, [], []))
 
 
 def test_issue_shapes_are_there():

@@ -106,6 +106,33 @@ def test_h01_far_corner_beyond_2816_residues(outgoing):
     assert_far_corner(2944, 192, 128, 128, outgoing, torch.bfloat16, "cuda")
 
 
+# What the largest GPUs are asked for. A plane of the first has 2^31 elements, one of the third
+# more, in lines that are no multiple of 8.
+LONG_UPDATES = [
+    (4096, 128, 128, torch.bfloat16),
+    (2944, 128, 128, torch.float32),
+    (4100, 16, 128, torch.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize(("n", "channels", "hidden", "dtype"), LONG_UPDATES)
+def test_h01_last_rows_of_the_longest_updates(n, channels, hidden, dtype, outgoing):
+    assert_long_update(n, channels, hidden, outgoing, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize(("n", "channels", "hidden", "dtype"), LONG_UPDATES)
+def test_h01_far_corner_of_the_longest_updates(n, channels, hidden, dtype, outgoing):
+    assert_far_corner(n, 192, channels, hidden, outgoing, dtype, "cuda")
+
+
+def test_h01_a_longest_update_passes_2_to_the_31():
+    assert any(n * n * hidden > LIMIT and n % 8 for n, _, hidden, _ in LONG_UPDATES)
+
+
 # H02: many rows ----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,16 @@ import warnings
 import pytest
 import torch
 from helpers import evaluate, randomize
-from subjects import MASKED_OPS, MODULES, OPERATORS, OPS, SIZES, build, inputs, operands
+from subjects import (
+    MASKED_OPS,
+    MODULES,
+    OPERATORS,
+    OPS,
+    SIZES,
+    build,
+    inputs,
+    operands,
+)
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,10 +39,12 @@ def test_state_dict_and_constructor_are_the_references(op):
     assert list(mine) == list(theirs)
     assert [t.shape for t in mine.values()] == [t.shape for t in theirs.values()]
     ours = list(inspect.signature(fused).parameters.values())
+    more = [p for p in ours if p.kind == inspect.Parameter.KEYWORD_ONLY]
     if op != "tensor_matmul":
-        assert [(p.name, p.default) for p in ours[:-1]] == [
+        assert [(p.name, p.default) for p in ours[: -len(more)]] == [
             (p.name, p.default) for p in inspect.signature(eager).parameters.values()
         ]
+        assert all(p.default is None for p in more)
     assert (ours[-1].name, ours[-1].kind) == ("precision", inspect.Parameter.KEYWORD_ONLY)
     assert inspect.signature(fused.forward).parameters.keys() == (
         inspect.signature(eager.forward).parameters.keys()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import (
     DTYPES,
+    ROUNDING,
     SIZES,
     assert_compiles,
     assert_double_backward_raises,
@@ -23,7 +24,7 @@ from helpers import (
 import fused_ops
 from fused_ops import reference
 from fused_ops.functional import triangular_multiplicative_update
-from fused_ops.testing import peak_memory
+from fused_ops.testing import peak_memory, relative_error
 from fused_ops.triangular_multiplicative_update import composition
 from fused_ops.triangular_multiplicative_update.op import OPERATOR
 
@@ -386,6 +387,26 @@ def test_wrong_shapes_are_named():
         fused_ops.TriangularMultiplicativeUpdate(8, 4, precision="fp8")
 
 
+def test_wrong_workspaces_are_named():
+    cls = fused_ops.TriangularMultiplicativeUpdate
+    for wrong, kind in ((-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)):
+        text = f"{OPERATOR.name}: max_workspace must .*got"
+        with pytest.raises(kind, match=text):
+            cls(8, 4, max_workspace=wrong)
+        with pytest.raises(kind, match=text):
+            cls.from_reference(cls(8, 4), max_workspace=wrong)
+        fused, _ = build(8, 4)
+        with pytest.raises(kind, match=text):
+            FunctionalUpdate(fused, max_workspace=wrong)(torch.randn(1, 3, 3, 8), None)
+        fused.max_workspace = wrong
+        with pytest.raises(kind, match=text):
+            fused(torch.randn(1, 3, 3, 8))
+    flat = build(8, 4)[0]._operands(torch.randn(1, 3, 3, 8))
+    flat[OPERATOR._names.index("max_workspace")] = -1
+    with pytest.raises(ValueError, match="max_workspace must not be negative, got -1"):
+        torch.ops.fused_ops.triangular_multiplicative_update(*flat)
+
+
 def test_wrong_dtypes_are_named():
     fused, _ = build(8, 4)
     with pytest.raises(TypeError, match="pair must be float32"):
@@ -413,3 +434,77 @@ def test_forward_holds_at_most_three_planes(device, dtype):
     assert ours <= result + 3 * plane + block
     if device == "cpu":
         assert ours < theirs
+
+
+# How many bytes 257 * 257 pairs of 24 channels take without blocks: two planes and more in fp32.
+FEW = [0, 2**20, 257 * 257 * 24 * 6]
+
+
+@pytest.mark.parametrize("max_workspace", FEW)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_small_workspace_leaves_the_result(device, direction, dtype, max_workspace):
+    fused, eager = build(16, 24, direction, dtype, device)
+    fused = fused_ops.TriangularMultiplicativeUpdate.from_reference(
+        eager, max_workspace=max_workspace
+    )
+    pair = pair_of(2, 77, 77, 16, dtype=dtype, device=device)
+    assert_parity(fused, eager, [pair, mask_of(2, 77, 77, device=device).to(dtype)], dtype)
+
+
+@pytest.mark.usefixtures("projections")
+@pytest.mark.parametrize("hidden", [1, 2, 7])
+def test_a_small_workspace_at_few_channels_and_without_biases(device, hidden):
+    _, eager = build(6, hidden, device=device)
+    for name in ("proj_a", "gate_b"):
+        getattr(eager, name).register_parameter("bias", None)
+    fused = fused_ops.TriangularMultiplicativeUpdate.from_reference(eager, max_workspace=0)
+    pair = pair_of(3, 9, 9, 6, device=device)
+    assert_parity(fused, eager, [pair, mask_of(1, 9, 9, device=device)], torch.float32)
+    assert fused(pair[:0]).shape == (0, 9, 9, 6)
+
+
+def test_a_large_workspace_changes_nothing(device):
+    fused, eager = build(16, 24, device=device)
+    pair = pair_of(1, 33, 33, 16, device=device)
+    result = fused(pair)
+    fused.max_workspace = 2**40
+    assert torch.equal(fused(pair), result)
+
+
+def test_workspace_goes_through_the_dispatcher_compile_and_explain(device):
+    fused, _ = build(6, 5, device=device)
+    fused.max_workspace = 0
+    assert "max_workspace=0" in repr(fused)
+    pair = pair_of(1, 4, 4, 6, device=device).detach().transpose(1, 2).requires_grad_()
+    opcheck(OPERATOR, fused._operands(pair, mask_of(1, 4, 4, device=device)))
+    assert_compiles(
+        fused, lambda n: [pair_of(1, n, n, 6, device=device), mask_of(1, n, n, device=device)]
+    )
+    call = FunctionalUpdate(fused, max_workspace=0)
+    assert_compiles(
+        call,
+        lambda n: [pair_of(1, n, n, 6, device=device), mask_of(1, n, n, device=device)],
+        (9, 12),
+    )
+    assert fused_ops.explain(fused, pair).op == OPERATOR.name
+    names = [
+        a.name
+        for a in torch.ops.fused_ops.triangular_multiplicative_update.default._schema.arguments
+    ]
+    assert names[-4:] == ["eps", "max_workspace", "precision", "dtype"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_workspace_lowers_the_peak(device, dtype):
+    # On CUDA blocks of rows are eight times as large.
+    n, c, h = (1024, 16, 128) if device == "cuda" else (192, 8, 32)
+    fused, _ = build(c, h, dtype=dtype, device=device)
+    pair = pair_of(1, n, n, c, dtype=dtype, device=device).detach()
+    results, peaks = [], []
+    with torch.no_grad():
+        for fused.max_workspace in (None, 0):
+            results.append(fused(pair))
+            peaks.append(peak_memory(lambda: fused(pair), device))
+    assert relative_error(*results) <= max(2 * ROUNDING[dtype], 2e-6)
+    assert peaks[1] <= peaks[0] - n * n * h * dtype.itemsize / 2

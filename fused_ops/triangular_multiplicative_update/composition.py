@@ -3,7 +3,8 @@
 
 The two projected planes a and b are written channel-first, so that the contraction is a plain
 batched matrix product, and its result replaces them channel by channel. The forward therefore
-holds two planes of N*N*hidden, the backward three; everything else lives in blocks of rows.
+holds two planes of N*N*hidden, the backward three; everything else lives in blocks of rows. A
+forward with too little room for that holds one plane, the result's, and a and b of a few channels.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ Norm = tuple[Tensor, Tensor]
 """Weight and bias of a LayerNorm."""
 
 
+# What a block's temporaries come to, in blocks of its widest tensor.
+_TEMPORARIES = 8
 # Weights of no more elements than this are copied in less time than four products take more than
 # one.
 _FEW_WEIGHTS = 1 << 16
@@ -70,6 +73,7 @@ class _Problem:
         self.n = pair.shape[-2]
         self.channels = pair.shape[-1]
         self.hidden = hidden
+        self.device = pair.device
         self.result = dtype or pair.dtype
         self.math = arithmetic(pair.device, self.result)
         self.pair_rows = Rows(pair, 2)  # (batch*n, n, channels)
@@ -87,6 +91,24 @@ class _Problem:
             and 4 * hidden <= self.channel_block
         )
         """Whether the four projections of the input are better done as one product."""
+
+    def group(self, max_workspace: int | None) -> int:
+        """How many hidden channels of a and b the forward is to hold at a time.
+
+        All of them cost two planes, whose place o takes. Fewer cost a plane for o besides, which
+        in fp16 is one in fp32: nothing would be won.
+        """
+        if max_workspace is None or self.result == torch.float16:
+            return self.hidden
+        pairs = self.batch * self.n * self.n
+        block = max(
+            self.row_block * self.n * max(self.channels, self.hidden), self.channel_block * pairs
+        )
+        left = max_workspace - _TEMPORARIES * block * self.math.elementwise.itemsize
+        plane = pairs * self.result.itemsize  # of one channel
+        if 2 * self.hidden * plane <= left:
+            return self.hidden
+        return max(1, (left - self.hidden * plane) // (2 * plane))
 
     def mask_factor(self, rows: slice) -> Tensor | None:
         """Mask of a block of rows as a (1, rows*n) factor."""
@@ -145,13 +167,13 @@ def _products(
         both = gates.sigmoid_().mul_(projected)
         if factor is not None:
             both.mul_(factor)
-        return both.view(2, p.hidden, -1, p.n).unbind()
+        return both.view(2, len(both) // 2, -1, p.n).unbind()
     products = []
     for projection, gate in weights:
         product = _gated(x, projection, gate, p.math)
         if factor is not None:
             product.mul_(factor)
-        products.append(product.view(p.hidden, -1, p.n))
+        products.append(product.view(len(product), -1, p.n))
     return tuple(products)
 
 
@@ -163,7 +185,7 @@ def _project(
     eps: float,
     weights: tuple[tuple[Weights, Weights], tuple[Weights, Weights]],
 ) -> None:
-    """Fill the planes ``a`` and ``b`` (hidden, batch*n, n)."""
+    """Fill the planes ``a`` and ``b`` (channels, batch*n, n); ``weights`` are those channels'."""
     for rows in blocks(p.pair_rows.length, p.row_block):
         a[:, rows], b[:, rows] = _products(p, rows, norm, eps, weights)
 
@@ -174,17 +196,47 @@ def _contract(p: _Problem, a: Tensor, b: Tensor, out: Tensor, outgoing: bool) ->
     ``out`` may share memory with both operands. When one step does it all, its own result is
     returned instead.
     """
-    for group in blocks(p.hidden, p.channel_block):
+    for group in blocks(len(a), p.channel_block):
         left, right = p.matrices(a[group]), p.matrices(b[group])
         if outgoing:
             right = right.transpose(1, 2)
         else:
             left = left.transpose(1, 2)
         product = _bmm(left, right, p.math.elementwise)
-        if p.channel_block >= p.hidden and out.dtype == product.dtype:
+        if p.channel_block >= len(a) and out.dtype == product.dtype:
             return product.view(out.shape)
         out[group] = product.view(out[group].shape)
     return out
+
+
+def _few_channels_at_a_time(
+    p: _Problem,
+    size: int,
+    norm: Norm,
+    eps: float,
+    weights: tuple[tuple[Weights, Weights], tuple[Weights, Weights]],
+    outgoing: bool,
+) -> Tensor:
+    """The plane o from a and b of ``size`` channels each, which read the input again every time."""
+    rows = p.pair_rows.length
+    o = torch.empty((p.hidden, rows, p.n), dtype=p.result, device=p.device)
+    planes = torch.empty((2, size, rows, p.n), dtype=p.result, device=p.device)
+    (projection_a, gate_a), (projection_b, gate_b) = weights
+
+    def part(linear: Weights, group: slice) -> Weights:
+        weight, bias = linear
+        return weight[group], None if bias is None else bias[group]
+
+    for group in blocks(p.hidden, size):
+        a, b = planes[:, : group.stop - group.start]
+        weights_a = (part(projection_a, group), part(gate_a, group))
+        weights_b = (part(projection_b, group), part(gate_b, group))
+        _project(p, a, b, norm, eps, (weights_a, weights_b))
+        out = o[group]
+        result = _contract(p, a, b, out, outgoing)
+        if result is not out:
+            out.copy_(result)
+    return o
 
 
 def forward(
@@ -209,6 +261,7 @@ def forward(
     outgoing: bool,
     gate_normalized: bool,
     eps: float,
+    max_workspace: int | None,
     precision: str,
     dtype: torch.dtype | None,
 ) -> Tensor:
@@ -222,26 +275,31 @@ def forward(
         ((proj_a_weight, proj_a_bias), (gate_a_weight, gate_a_bias)),
         ((proj_b_weight, proj_b_bias), (gate_b_weight, gate_b_bias)),
     )
+    size = p.group(max_workspace)
+    split = size < p.hidden
     # A small problem is one block, whose products are the planes and whose gate is the result.
-    one_block = total <= p.row_block and p.result == p.math.elementwise
+    one_block = not split and total <= p.row_block and p.result == p.math.elementwise
 
-    if one_block:
+    if split:
+        o = _few_channels_at_a_time(p, size, norm_in, eps, weights, outgoing)
+    elif one_block:
         a, b = _products(p, slice(0, total), norm_in, eps, weights)
-        o = a
-    elif p.result.itemsize == 2:
-        # One buffer holds a and b side by side in 16 bits, and later o in their place in fp32:
-        # o may exceed the range of fp16.
-        both = pair.new_empty((p.hidden, 2, total, p.n), dtype=p.result)
-        a, b = both[:, 0], both[:, 1]
-        o = both.view(p.hidden, -1).view(torch.float32).view(p.hidden, total, p.n)
+        o = _contract(p, a, b, a, outgoing)
+        del a, b
     else:
-        a = pair.new_empty((p.hidden, total, p.n), dtype=p.result)
-        b = torch.empty_like(a)
-        o = a
-    if not one_block:
+        if p.result.itemsize == 2:
+            # One buffer holds a and b side by side in 16 bits, and later o in their place in fp32:
+            # o may exceed the range of fp16.
+            both = pair.new_empty((p.hidden, 2, total, p.n), dtype=p.result)
+            a, b = both[:, 0], both[:, 1]
+            o = both.view(p.hidden, -1).view(torch.float32).view(p.hidden, total, p.n)
+        else:
+            a = pair.new_empty((p.hidden, total, p.n), dtype=p.result)
+            b = torch.empty_like(a)
+            o = a
         _project(p, a, b, norm_in, eps, weights)
-    o = _contract(p, a, b, o, outgoing)
-    del a, b
+        o = _contract(p, a, b, o, outgoing)
+        del a, b
 
     out = None
     if not one_block:
@@ -289,6 +347,7 @@ def backward(
     outgoing: bool,
     gate_normalized: bool,
     eps: float,
+    max_workspace: int | None,
     precision: str,
     dtype: torch.dtype | None,
     needs: list[bool],

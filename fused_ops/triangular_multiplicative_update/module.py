@@ -42,6 +42,11 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
         Channels of the two projections; need not equal ``pair_dim``.
     direction
         "incoming" or "outgoing".
+    max_workspace
+        Bytes that the call may hold beyond its inputs and its result, or None. Less than the
+        default's need makes it work on fewer hidden channels at a time, at the price of reading
+        the input again for each group; when even the smallest group needs more, the smallest is
+        used. The PyTorch composition splits its forward alone.
     precision
         For float32 on CUDA: "ieee", "tf32", or None to follow
         ``torch.backends.cuda.matmul.fp32_precision``.
@@ -49,7 +54,7 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
     Raises
     ------
     ValueError
-        For an unknown direction or precision.
+        For an unknown direction or precision, or a negative workspace.
     """
 
     _optional_biases = ("proj_a", "gate_a", "proj_b", "gate_b", "out_proj", "out_gate")
@@ -60,10 +65,13 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
         hidden_dim: int,
         direction: str = "incoming",
         *,
+        max_workspace: int | None = None,
         precision: str | None = None,
     ) -> None:
         super().__init__(pair_dim, hidden_dim, direction)
+        _check.max_workspace(NAME, max_workspace)
         resolve_precision(NAME, precision)
+        self.max_workspace = max_workspace
         self.precision = precision
 
     def forward(self, pair_repr: Tensor, pair_mask: Tensor | None = None) -> Tensor:
@@ -85,8 +93,9 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
         return OPERATOR(*self._operands(pair_repr, pair_mask))
 
     def _operands(self, pair_repr: Tensor, pair_mask: Tensor | None = None) -> list[Any]:
-        _check.tensors(NAME, pair_repr=pair_repr)
+        _check.tensor(NAME, "pair_repr", pair_repr)
         _check.mask_needs_no_grad(NAME, "pair_mask", pair_mask)
+        _check.max_workspace(NAME, self.max_workspace)
         eps: float = self._modules["layer_norm_in"].eps  # type: ignore[union-attr,assignment]
         eps_out = self._modules["layer_norm_out"].eps  # type: ignore[union-attr]
         if eps != eps_out:
@@ -101,12 +110,20 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
             self.direction == "outgoing",
             False,
             eps,
+            self.max_workspace,
             resolve_precision(NAME, self.precision),
             autocast_dtype(pair_repr),
         ]
 
     def _query(self, *inputs: Any) -> Query:
         return OPERATOR.query(self._operands(*inputs))
+
+    def extra_repr(self) -> str:
+        """The settings that are not the default."""
+        parts = [super().extra_repr()]
+        if self.max_workspace is not None:
+            parts.insert(0, f"max_workspace={self.max_workspace}")
+        return ", ".join(filter(None, parts))
 
     @classmethod
     def _arguments_of(cls, module: nn.Module) -> dict[str, Any]:
@@ -119,8 +136,21 @@ class _FixedDirection(TriangularMultiplicativeUpdate):
 
     _direction: str
 
-    def __init__(self, pair_dim: int, hidden_dim: int, *, precision: str | None = None) -> None:
-        super().__init__(pair_dim, hidden_dim, self._direction, precision=precision)
+    def __init__(
+        self,
+        pair_dim: int,
+        hidden_dim: int,
+        *,
+        max_workspace: int | None = None,
+        precision: str | None = None,
+    ) -> None:
+        super().__init__(
+            pair_dim,
+            hidden_dim,
+            self._direction,
+            max_workspace=max_workspace,
+            precision=precision,
+        )
 
     @classmethod
     def _arguments_of(cls, module: nn.Module) -> dict[str, Any]:

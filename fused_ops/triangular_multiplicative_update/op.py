@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ _ARGUMENTS = (
     "bool outgoing",
     "bool gate_normalized",
     "float eps",
+    "int? max_workspace",
     "str precision",
     "ScalarType? dtype",
 )
@@ -62,9 +65,11 @@ def _check_arguments(
     outgoing: bool,
     gate_normalized: bool,
     eps: float,
+    max_workspace: int | None,
     precision: str,
     dtype: torch.dtype | None,
 ) -> Result:
+    _check.max_workspace(NAME, max_workspace)
     _check.rank_at_least(NAME, "pair", pair, 3, "(..., N, N, pair_dim)")
     n, channels = pair.shape[-2:]
     if pair.shape[-3] != n:
@@ -105,14 +110,25 @@ def _check_arguments(
     return Result(tuple(pair.shape), result, pair.device)
 
 
+def _shapes(arguments: dict[str, Any]) -> dict[str, list[int]]:
+    shapes = {
+        "pair": list(arguments["pair"].shape),
+        "hidden": [arguments["proj_a_weight"].shape[0]],
+    }
+    if arguments["max_workspace"] is not None:
+        shapes["max_workspace"] = [arguments["max_workspace"]]
+    return shapes
+
+
 OPERATOR = Operator(
     NAME,
     _ARGUMENTS,
     differentiable=composition.DIFFERENTIABLE,
     check=_check_arguments,
-    shapes=lambda a: {"pair": list(a["pair"].shape), "hidden": [a["proj_a_weight"].shape[0]]},
+    shapes=_shapes,
     forward=composition.forward,
     backward=composition.backward,
+    plans_cuda=False,
 )
 
 
@@ -139,6 +155,7 @@ def triangular_multiplicative_update(
     *,
     gate_normalized: bool = False,
     eps: float = 1e-5,
+    max_workspace: int | None = None,
     precision: str | None = None,
 ) -> Tensor:
     """Triangular multiplicative update of the pair representation.
@@ -171,6 +188,11 @@ def triangular_multiplicative_update(
         Feed the output gate LayerNorm(pair), as AlphaFold does, instead of the raw pair.
     eps
         Added to the variance in both LayerNorms.
+    max_workspace
+        Bytes that the call may hold beyond its inputs and its result, or None. Less than the
+        default's need makes it work on fewer hidden channels at a time, at the price of reading
+        the input again for each group; when even the smallest group needs more, the smallest is
+        used. The PyTorch composition splits its forward alone.
     precision
         For float32 on CUDA: "ieee", "tf32", or None to follow
         ``torch.backends.cuda.matmul.fp32_precision``.
@@ -183,16 +205,17 @@ def triangular_multiplicative_update(
     Raises
     ------
     ValueError
-        For a wrong shape, direction or precision, or a mask that requires a gradient.
+        For a wrong shape, direction, workspace or precision, or a mask that requires a gradient.
     TypeError
-        For dtypes that do not mix.
+        For dtypes that do not mix, or a workspace that is no number.
     RuntimeError
         For tensors on different devices.
     """
     if direction not in ("incoming", "outgoing"):
         raise ValueError(f"{NAME}: direction must be 'incoming' or 'outgoing', got {direction!r}")
-    _check.tensors(NAME, pair=pair)
+    _check.tensor(NAME, "pair", pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
+    _check.max_workspace(NAME, max_workspace)
     return OPERATOR(
         pair,
         mask,
@@ -215,6 +238,7 @@ def triangular_multiplicative_update(
         direction == "outgoing",
         gate_normalized,
         eps,
+        max_workspace,
         resolve_precision(NAME, precision),
         autocast_dtype(pair),
     )
