@@ -3,11 +3,12 @@
 // reads it.
 //
 // A stage holds, of each operand, kSplitInner of k for kSide places (rows of the result for a,
-// columns for b), in two layouts of the same size:
+// columns for b), in lines of 128 bytes whose 16-byte pieces are XORed with the line, so that eight
+// lines read at one piece meet eight different groups of banks. Two layouts of the same size:
 // - along: lines run along k, one for each place, as split.cuh has them: hi before lo in a line;
-// - across: a line is one k and runs over the places, first all of hi, then all of lo; its 16-byte
-//   pieces are XORed with the line too, so that eight lines read at one piece meet eight different
-//   groups of banks. Reading transposes.
+// - across: a line is one k and runs over a group of 64 places, all k of a group one after the
+//   other, first all groups of hi, then all of lo. Reading transposes.
+// wgmma knows both.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,15 @@ enum class Layout { kAlong, kAcross };
 
 template <int kSide>
 constexpr int kOperandBytes = kSide * sm80::kSplitLineBytes;
+
+// Of the layout across.
+constexpr int kGroupPlaces = 64;
+constexpr int kGroupBytes = sm80::kSplitInner * sm80::kSplitLineBytes;
+
+// Where 8 numbers of hi stand in it.
+__device__ __forceinline__ int across_offset(int k, int place) {
+  return place / kGroupPlaces * kGroupBytes + sm80::split_offset(k, place % kGroupPlaces / 8);
+}
 
 // Where the copies of one operand are. Each thread copies pieces of 8 numbers, always the same
 // piece of hi or of lo, of every kStep-th line.
@@ -41,9 +51,8 @@ class OperandCopies {
     const int part = thread / kPieces % 2;
     const int line = thread / (2 * kPieces);
     // Lines a multiple of 8 apart have the same order of pieces.
-    to_ = kAlong
-              ? sm80::split_offset(line, part * kPieces + piece)
-              : part * (kOperandBytes<kSide> / 2) + line * kSide * 2 + ((piece ^ (line & 7)) << 4);
+    to_ = kAlong ? sm80::split_offset(line, part * kPieces + piece)
+                 : part * (kOperandBytes<kSide> / 2) + across_offset(line, piece * 8);
     const std::int64_t first_line = kAlong ? first + line : line;
     const std::int64_t first_number = (kAlong ? 0 : first) + piece * 8;
     from_ = (part == 0 ? plane.hi : plane.lo) + matrix + first_line * sizes.pitch + first_number;
@@ -56,9 +65,8 @@ class OperandCopies {
     const int lines = numbers_left_ > 0 ? lines_left_ : 0;
 #pragma unroll
     for (int i = 0; i < kLines; i += kStep) {
-      constexpr int kLine = kAlong ? sm80::kSplitLineBytes : kSide * 2;
-      sm80::cp_async_16(operand + (to_ ^ (i & 7) << 4) + i * kLine, from_ + i * pitch,
-                        i < lines ? 16 : 0);
+      sm80::cp_async_16(operand + (to_ ^ (i & 7) << 4) + i * sm80::kSplitLineBytes,
+                        from_ + i * pitch, i < lines ? 16 : 0);
     }
     if constexpr (kAlong) {
       from_ += kInner;
@@ -107,18 +115,16 @@ template <int kSide>
 class OperandA<Layout::kAcross, kSide> {
  public:
   // Lanes 8i to 8i+7 address 8 lines of k for 8 rows: i = 1 the next rows, i = 2 the next lines.
-  __device__ __forceinline__ OperandA(const unsigned char* operand, int first_row, int lane) {
-    const int line = lane / 16 * 8 + lane % 8;
-    const int piece = first_row / 8 + lane / 8 % 2;
-    at_ = sm80::shared_address(operand + line * kSide * 2 + ((piece ^ (line & 7)) << 4));
-  }
+  __device__ __forceinline__ OperandA(const unsigned char* operand, int first_row, int lane)
+      : at_(sm80::shared_address(
+            operand + across_offset(lane / 16 * 8 + lane % 8, first_row + lane / 8 % 2 * 8))) {}
 
   // The tiles of a warp begin at a multiple of their number, so that another one is the same
   // address with other bits flipped.
   __device__ __forceinline__ void load(int tile, sm80::SplitFragmentA* fragment) const {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const sm80::SharedAddress hi = (at_ ^ tile << 5) + s * 16 * kSide * 2;
+      const sm80::SharedAddress hi = (at_ ^ tile << 5) + s * 16 * sm80::kSplitLineBytes;
       sm80::ldmatrix_x4_trans(fragment->lo[s], hi + kOperandBytes<kSide> / 2);
       sm80::ldmatrix_x4_trans(fragment->hi[s], hi);
     }
@@ -144,8 +150,7 @@ class OperandB<Layout::kAcross, kSide> {
 
   // Each lane addresses its line of k for 8 columns.
   __device__ __forceinline__ OperandB(const unsigned char* operand, int first_column, int lane)
-      : at_(sm80::shared_address(operand + lane * kSide * 2 +
-                                 ((first_column / 8 ^ (lane & 7)) << 4))) {}
+      : at_(sm80::shared_address(operand + across_offset(lane, first_column))) {}
 
   __device__ __forceinline__ void load(int tile, sm80::SplitFragmentB* fragment) const {
     std::uint32_t four[4];

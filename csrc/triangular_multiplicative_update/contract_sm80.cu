@@ -28,18 +28,13 @@ int choose_stages(int blocks) {
 template <Layout a_layout, Layout b_layout, int kSide, int kMinBlocks>
 void launch_tiles(const ContractProblem& problem, CUstream_st* stream, int stages = 0) {
   using Kernel = Contract<a_layout, b_layout, kSide>;
-  ContractParams params;
-  params.problem = problem;
-  params.tiles = static_cast<int>(ceil_div(problem.sizes.n, kSide));
-  params.chunks = static_cast<int>(ceil_div(problem.sizes.n, sm80::kSplitInner));
+  ContractParams params = contract_params(problem, kSide, kSide);
   params.stages = stages != 0 ? stages : choose_stages<Kernel>(kMinBlocks);
-  const std::int64_t all =
-      problem.channels * problem.sizes.batch * std::int64_t{params.tiles} * params.tiles;
-  for (; params.first_tile < all; params.first_tile += kMostBlocks) {
+  for (; params.first_tile < params.end_tile; params.first_tile += kMostBlocks) {
     launch("triangular_multiplicative_update: launching contract_sm80",
            contract_kernel<a_layout, b_layout, kSide, kMinBlocks>,
-           static_cast<unsigned>(std::min(all - params.first_tile, kMostBlocks)), Kernel::kThreads,
-           params.stages * sizeof(typename Kernel::Stage), stream, params);
+           static_cast<unsigned>(std::min(params.end_tile - params.first_tile, kMostBlocks)),
+           Kernel::kThreads, params.stages * sizeof(typename Kernel::Stage), stream, params);
   }
 }
 
