@@ -33,14 +33,14 @@ def split(x):
     return hi, (scaled - hi.float()).half(), undo
 
 
-def contract(a, b, product, kernel="contract", program="contract", **settings):
+def contract(a, b, product, kernel="contract", **settings):
     """The product, after a check that the padding was not touched."""
     channels, batch, n, _ = a.shape
     inputs = {}
     for name, x in (("a", a), ("b", b)):
         inputs[f"{name}_hi"], inputs[f"{name}_lo"], inputs[f"{name}_undo"] = split(x)
     settings |= {"channels": channels, "batch": batch, "n": n, "product": product}
-    run = driver(f"triangular_multiplicative_update_{program}").run
+    run = driver("triangular_multiplicative_update_contract").run
     out = run(kernel, inputs, **settings)["out"].view(channels, batch, n, -1)
     assert (out[..., n:].contiguous().view(torch.int32) == -1).all()
     return out[..., :n]
@@ -67,14 +67,22 @@ def test_sizes(n, channels, batch, product):
 @pytest.mark.parametrize("n, stages", [(33, 3), (77, 2), (132, 3)])
 def test_large_tiles(n, stages, product):
     a, b = random((1, 1, n, n)), same_sign((1, 1, n, n))
-    ours = contract(a, b, product, kernel="forced", tile=128, stages=stages, seed=n)
+    ours = contract(a, b, product, kernel="forced", rows=128, stages=stages, seed=n)
     assert_accurate(ours, a, b, product)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_small_tiles_with_three_stages(product):
     a, b = random((2, 1, 70, 70)), random((2, 1, 70, 70))
-    ours = contract(a, b, product, kernel="forced", tile=64, stages=3)
+    ours = contract(a, b, product, kernel="forced", rows=64, stages=3)
+    assert_accurate(ours, a, b, product)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("n, columns", [(3, 256), (77, 128), (130, 128), (130, 256), (270, 256)])
+def test_hopper_tiles(n, columns, product):
+    a, b = random((1, 1, n, n)), same_sign((1, 1, n, n))
+    ours = contract(a, b, product, kernel="forced", columns=columns, seed=n)
     assert_accurate(ours, a, b, product)
 
 
@@ -82,7 +90,7 @@ def test_small_tiles_with_three_stages(product):
 def test_promotes(product):
     """Sums of one sign over so many that the tensor cores' truncation would show."""
     a, b = same_sign((1, 1, 256, 256)), same_sign((1, 1, 256, 256))
-    ours = contract(a, b, product, kernel="forced", tile=64, stages=2)
+    ours = contract(a, b, product, kernel="forced", rows=64, stages=2)
     assert_accurate(ours, a, b, product)
 
 

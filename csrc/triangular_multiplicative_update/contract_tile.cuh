@@ -16,8 +16,9 @@ struct ContractParams {
   std::int64_t end_tile = 0;
   int row_tiles = 0;  // of a matrix
   int column_tiles = 0;
-  int chunks = 0;  // of k
-  int stages = 0;  // 2 or 3
+  int chunks = 0;                     // of k
+  int stages = 0;                     // 2 or 3, of the kernel for 8.0
+  bool every_thread_arrives = false;  // at the barriers of the one for Hopper
 };
 
 // Of a launch for all tiles of so many rows and columns.

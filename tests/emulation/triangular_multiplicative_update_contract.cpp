@@ -3,6 +3,7 @@
 // stages that the launcher would not choose at so small a size.
 #include "emulation/driver.h"
 #include "triangular_multiplicative_update/contract_sm80.cu"
+#include "triangular_multiplicative_update/contract_sm90a.cu"
 
 namespace {
 
@@ -32,25 +33,35 @@ const emulation::Kernel contract("contract", [](Request& request) {
   contract_sm80(problem(request), nullptr);
 });
 
+const emulation::Kernel hopper("hopper",
+                               [](Request& request) { contract_sm90a(problem(request), nullptr); });
+
+// Tiles of 64 or 128 rows are those of the kernel for 8.0, with so many stages; else of so many
+// columns of the one for Hopper.
 template <Layout a_layout, Layout b_layout>
-void launch_forced(const ContractProblem& p, std::int64_t tile, int stages) {
-  if (tile == kSmallSide) {
+void launch_forced(Request& request) {
+  const ContractProblem p = problem(request);
+  if (request.integer("columns", 0) == kWide) {
+    launch_columns<a_layout, b_layout, kWide>(p, nullptr);
+  } else if (request.integer("columns", 0) == kNarrow) {
+    launch_columns<a_layout, b_layout, kNarrow>(p, nullptr);
+  } else if (request.integer("rows") == kSmallSide) {
+    const int stages = static_cast<int>(request.integer("stages"));
     launch_tiles<a_layout, b_layout, kSmallSide, kSmallBlocks>(p, nullptr, stages);
   } else {
+    const int stages = static_cast<int>(request.integer("stages"));
     launch_tiles<a_layout, b_layout, kLargeSide, kLargeBlocks>(p, nullptr, stages);
   }
 }
 
 const emulation::Kernel forced("forced", [](Request& request) {
-  const ContractProblem p = problem(request);
-  const std::int64_t tile = request.integer("tile");
-  const int stages = static_cast<int>(request.integer("stages"));
-  if (p.product == Product::kNT) {
-    launch_forced<Layout::kAlong, Layout::kAlong>(p, tile, stages);
-  } else if (p.product == Product::kNN) {
-    launch_forced<Layout::kAlong, Layout::kAcross>(p, tile, stages);
+  const auto product = static_cast<Product>(request.integer("product"));
+  if (product == Product::kNT) {
+    launch_forced<Layout::kAlong, Layout::kAlong>(request);
+  } else if (product == Product::kNN) {
+    launch_forced<Layout::kAlong, Layout::kAcross>(request);
   } else {
-    launch_forced<Layout::kAcross, Layout::kAcross>(p, tile, stages);
+    launch_forced<Layout::kAcross, Layout::kAcross>(request);
   }
 });
 
