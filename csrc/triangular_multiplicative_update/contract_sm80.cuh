@@ -69,10 +69,7 @@ struct Contract {
     }
     sm80::cp_async_wait<0>();
 
-    const std::int64_t channel = place.matrix / sizes.batch;
-    const Undo undo(params.problem.a.undo[channel], params.problem.b.undo[channel]);
-    store_results(product, undo, params.problem.out + matrix, sizes.n, sizes.pitch,
-                  place.row * kSide + warp_row, place.column * kSide + warp_column, lane);
+    store_tile<kSide, kSide>(product, params.problem, place, warp_row, warp_column, lane);
   }
 };
 

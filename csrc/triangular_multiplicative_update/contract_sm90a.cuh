@@ -147,7 +147,6 @@ struct ContractSpecialised {
 
   static __device__ __forceinline__ void consume(Shared& shared, const ContractParams& params,
                                                  int thread) {
-    const ContractProblem& p = params.problem;
     RingSlot<kStages> slot;
     for (std::int64_t tile = blockIdx.x; tile < params.end_tile; tile += gridDim.x) {
       Product product;
@@ -159,11 +158,7 @@ struct ContractSpecialised {
         slot.advance();
       }
       const TilePlace place(params, tile);
-      const std::int64_t channel = place.matrix / p.sizes.batch;
-      const Undo undo(p.a.undo[channel], p.b.undo[channel]);
-      store_results(product, undo, p.out + place.matrix * p.sizes.n * p.sizes.pitch, p.sizes.n,
-                    p.sizes.pitch, place.row * kRows + thread / 32 * 16, place.column * kColumns,
-                    thread % 32);
+      store_tile<kRows, kColumns>(product, params.problem, place, thread / 32 * 16, 0, thread % 32);
     }
   }
 

@@ -63,9 +63,9 @@ struct Undo {
   __device__ __forceinline__ float operator()(float x) const { return x * first * second; }
 };
 
-// Stores a warp's results at (row, column) of a matrix (n, n) with lines of `pitch`, as far as they
-// lie inside.
-template <class Product>
+// Stores a warp's results at (row, column) of a matrix (n, n) with lines of `pitch`; `whole`: all
+// of them lie inside.
+template <bool whole, class Product>
 __device__ __forceinline__ void store_results(const Product& product, const Undo& undo,
                                               float* matrix, std::int64_t n, std::int64_t pitch,
                                               std::int64_t row, std::int64_t column, int lane) {
@@ -80,13 +80,13 @@ __device__ __forceinline__ void store_results(const Product& product, const Undo
   for (int i = 0; i < Product::kRowTiles * 2; ++i) {
 #pragma unroll
     for (int j = 0; j < Product::kColumnTiles; j += 2) {
-      const float take_x = __shfl_xor_sync(0xffffffffu, odd ? x(i, j) : x(i, j + 1), 1);
-      const float take_y = __shfl_xor_sync(0xffffffffu, odd ? y(i, j) : y(i, j + 1), 1);
+      const float take_x = undo(__shfl_xor_sync(0xffffffffu, odd ? x(i, j) : x(i, j + 1), 1));
+      const float take_y = undo(__shfl_xor_sync(0xffffffffu, odd ? y(i, j) : y(i, j + 1), 1));
       const float keep_x = undo(odd ? x(i, j + 1) : x(i, j));
       const float keep_y = undo(odd ? y(i, j + 1) : y(i, j));
-      const float4 four = odd ? make_float4(undo(take_x), undo(take_y), keep_x, keep_y)
-                              : make_float4(keep_x, keep_y, undo(take_x), undo(take_y));
-      const std::int64_t left = row + i * 8 < n ? n - column - j * 8 : 0;
+      const float4 four = odd ? make_float4(take_x, take_y, keep_x, keep_y)
+                              : make_float4(keep_x, keep_y, take_x, take_y);
+      const std::int64_t left = whole ? 4 : row + i * 8 < n ? n - column - j * 8 : 0;
       if (left >= 4) {
         __stcs(reinterpret_cast<float4*>(at + j * 8), four);
       } else {
@@ -96,6 +96,27 @@ __device__ __forceinline__ void store_results(const Product& product, const Undo
       }
     }
     at += pitch * 8;
+  }
+}
+
+// The same of a warp at (row, column) of the block's tile of kRows x kColumns. Tests for each store
+// take their time, so there is one for the whole tile.
+template <int kRows, int kColumns, class Product>
+__device__ __forceinline__ void store_tile(const Product& product, const ContractProblem& problem,
+                                           const TilePlace& place, int row, int column, int lane) {
+  const std::int64_t n = problem.sizes.n;
+  const std::int64_t pitch = problem.sizes.pitch;
+  const std::int64_t channel = place.matrix / problem.sizes.batch;
+  const Undo undo(problem.a.undo[channel], problem.b.undo[channel]);
+  float* matrix = problem.out + place.matrix * n * pitch;
+  const std::int64_t first_row = place.row * kRows;
+  const std::int64_t first_column = place.column * kColumns;
+  if (first_row + kRows <= n && first_column + kColumns <= n) {
+    store_results<true>(product, undo, matrix, n, pitch, first_row + row, first_column + column,
+                        lane);
+  } else {
+    store_results<false>(product, undo, matrix, n, pitch, first_row + row, first_column + column,
+                         lane);
   }
 }
 
