@@ -87,34 +87,49 @@ def test_hopper_tiles(n, columns, product):
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_promotes(product):
-    """Sums of one sign over so many that the tensor cores' truncation would show."""
-    a, b = same_sign((1, 1, 256, 256)), same_sign((1, 1, 256, 256))
-    ours = contract(a, b, product, kernel="forced", rows=64, stages=2)
-    assert_accurate(ours, a, b, product)
+@pytest.mark.parametrize("n, channels, batch", [(1, 2, 2), (17, 2, 3), (33, 1, 2), (140, 3, 1)])
+def test_hopper_chooses(n, channels, batch, product):
+    """Several tiles a block, and more chunks than the ring has stages."""
+    a, b = random((channels, batch, n, n)), random((channels, batch, n, n))
+    assert_accurate(contract(a, b, product, kernel="hopper", seed=n), a, b, product)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_scales_of_channels(product):
+@pytest.mark.parametrize("tile", [{"rows": 64, "stages": 2}, {"columns": 256}], ids=str)
+def test_promotes(tile, product):
+    """Sums of one sign over so many that the tensor cores' truncation would show."""
+    a, b = same_sign((1, 1, 256, 256)), same_sign((1, 1, 256, 256))
+    assert_accurate(contract(a, b, product, kernel="forced", **tile), a, b, product)
+
+
+BOTH = pytest.mark.parametrize("kernel", ["contract", "hopper"])
+
+
+@BOTH
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_scales_of_channels(product, kernel):
     """Each undo factor is in fp32's range, and what they give together, but not their product."""
     scale_a = torch.tensor([2.0**60, 2.0**-60, 2.0**115, 2.0**-95]).view(-1, 1, 1, 1)
     scale_b = torch.tensor([1.0, 2.0**60, 2.0**-100, 2.0**-20]).view(-1, 1, 1, 1)
     a, b = scale_a * random((4, 2, 9, 9)), scale_b * random((4, 2, 9, 9))
-    assert_accurate(contract(a, b, product), a, b, product)
+    assert_accurate(contract(a, b, product, kernel), a, b, product)
 
 
+@BOTH
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_non_finite_numbers_reach_the_results_they_belong_to(product):
+def test_non_finite_numbers_reach_the_results_they_belong_to(product, kernel):
     """An infinite number splits into one and NaN, so that its results are NaN or infinite."""
     a, b = random((2, 2, 37, 37)), random((2, 2, 37, 37))
     a[0, 1, 36, 3], b[1, 0, 5, 36], b[1, 1, 2, 2] = float("nan"), float("inf"), -float("inf")
-    ours, theirs = contract(a, b, product), PRODUCTS[product](a, b)
+    ours, theirs = contract(a, b, product, kernel), PRODUCTS[product](a, b)
     assert torch.equal(ours.isfinite(), theirs.isfinite())
     assert (theirs.isnan() <= ours.isnan()).all()
     finite = theirs.isfinite()
     torch.testing.assert_close(ours[finite], theirs[finite], atol=1e-5, rtol=1e-5)
 
 
-def test_is_deterministic():
+@BOTH
+def test_is_deterministic(kernel):
     a, b = random((1, 1, 40, 40)), random((1, 1, 40, 40))
-    assert torch.equal(contract(a, b, NN, seed=1), contract(a, b, NN, seed=2))
+    one, other = (contract(a, b, NN, kernel, seed=seed) for seed in (1, 2))
+    assert torch.equal(one, other)

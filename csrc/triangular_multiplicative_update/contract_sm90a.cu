@@ -30,12 +30,13 @@ void launch_columns(const ContractProblem& problem, CUstream_st* stream) {
          Kernel::kThreads, sizeof(typename Kernel::Shared), stream, params);
 }
 
-// Wide tiles unless narrow ones, which take two thirds of their time, are done earlier.
+// Wide tiles unless narrow ones, which take two thirds of their time, are done earlier. Half a wide
+// tile is left out where it has no columns.
 bool takes_wide_tiles(const ContractProblem& problem) {
-  const auto rounds = [&](int columns) {
-    return ceil_div(contract_params(problem, 128, columns).end_tile, multiprocessors());
-  };
-  return rounds(kWide) * 3 <= rounds(kNarrow) * 2;
+  const std::int64_t narrow = contract_params(problem, 128, kNarrow).end_tile;
+  const std::int64_t blocks = multiprocessors();
+  return problem.sizes.n > kNarrow &&
+         ceil_div(narrow, 2 * blocks) * 3 <= ceil_div(narrow, blocks) * 2;
 }
 
 template <Layout a_layout, Layout b_layout>

@@ -25,6 +25,19 @@ struct RingSlot {
   }
 };
 
+// The tiles of a block. They rotate with each round, so that a block does not always meet the same
+// tile of a matrix: the last ones of a line may have fewer columns.
+struct TileStream {
+  std::int64_t first = 0;  // of the round
+  unsigned turn = blockIdx.x;
+
+  __device__ __forceinline__ std::int64_t tile() const { return first + turn; }
+  __device__ __forceinline__ void advance() {
+    first += gridDim.x;
+    turn = turn + 1 == gridDim.x ? 0 : turn + 1;
+  }
+};
+
 // What wgmma has to know of an operand. Distances in units of 16 bytes, as descriptors count.
 template <Layout layout, int kSide>
 struct OperandMatrix {
@@ -87,8 +100,8 @@ struct ContractSpecialised {
       come.advance();
     };
     int under_way = 0;
-    for (std::int64_t tile = blockIdx.x; tile < params.end_tile; tile += gridDim.x) {
-      const TilePlace place(params, tile);
+    for (TileStream at; at.tile() < params.end_tile; at.advance()) {
+      const TilePlace place(params, at.tile());
       const std::int64_t matrix = place.matrix * sizes.n * sizes.pitch;
       OperandCopies<a_layout, kRows, kProducers> a_copies(params.problem.a, matrix, sizes,
                                                           place.row * kRows, thread);
@@ -112,11 +125,11 @@ struct ContractSpecialised {
     for (; under_way > 0; --under_way) publish();
   }
 
-  // total += a * b for a chunk.
+  // total += a * b for a chunk, for as many columns; `release` is called when both have been read.
   template <class Release>
   static __device__ __forceinline__ void multiply(Product& product, const unsigned char* a,
                                                   const unsigned char* b, int warpgroup,
-                                                  Release release) {
+                                                  int columns, Release release) {
     constexpr bool kA = A::kAcross;
     constexpr bool kB = B::kAcross;
     constexpr int kHeld = Product::kTilesAtOnce;
@@ -136,28 +149,33 @@ struct ContractSpecialised {
       sm90a::wgmma_f16<kA, kB>(sum, a_hi, b_hi);
       sm90a::wgmma_f16<kA, kB>(sum, a_hi + A::kNext, b_hi + B::kNext);
       sm90a::wgmma_wait(sum);
-      if (first + kHeld == Product::kColumnTiles) release();
+      const bool last = first + kHeld == Product::kColumnTiles || (first + kHeld) * 8 >= columns;
+      if (last) release();
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) product.total[0][first + j][e] += sum[j][e];
       }
+      if (last) break;
     }
   }
 
   static __device__ __forceinline__ void consume(Shared& shared, const ContractParams& params,
                                                  int thread) {
+    const std::int64_t n = params.problem.sizes.n;
     RingSlot<kStages> slot;
-    for (std::int64_t tile = blockIdx.x; tile < params.end_tile; tile += gridDim.x) {
+    for (TileStream at; at.tile() < params.end_tile; at.advance()) {
+      const TilePlace place(params, at.tile());
+      const int columns =
+          static_cast<int>(min(n - place.column * kColumns, std::int64_t{kColumns}));
       Product product;
       product.clear();
       for (int chunk = 0; chunk < params.chunks; ++chunk) {
         sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
-        multiply(product, shared.a[slot.stage], shared.b[slot.stage], thread / 128,
+        multiply(product, shared.a[slot.stage], shared.b[slot.stage], thread / 128, columns,
                  [&] { warp_arrives(params, &shared.empty[slot.stage], thread); });
         slot.advance();
       }
-      const TilePlace place(params, tile);
       store_tile<kRows, kColumns>(product, params.problem, place, thread / 32 * 16, 0, thread % 32);
     }
   }
