@@ -127,6 +127,15 @@ def test_right_kernels_pass(seed):
     assert warpgroup("nothing", seed) == 0
 
 
+def test_product_of_lines_across():
+    a, b = (torch.randint(-8, 9, (16, count)).half() for count in (64, 128))
+    run = driver("warpgroup_faults").run
+    out = run("across", {"a": a, "b": b})["d"].view(64, 128)
+    assert torch.equal(out.double(), a.double().T @ b.double())
+    with pytest.raises(EmulationError, match="lines across must begin at a multiple of 1024"):
+        run("across", {"a": a, "b": b}, offset=128)
+
+
 @SEEDS
 @pytest.mark.parametrize("planted", PLANTED)
 def test_every_planted_fault_is_found(planted, seed):

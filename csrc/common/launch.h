@@ -55,6 +55,23 @@ inline int multiprocessors() {
   return number;
 }
 
+// Bytes of shared memory that the blocks of one multiprocessor share, on the current device. Each
+// block costs 1 KiB beside its own.
+inline int shared_bytes_of_multiprocessor() {
+  constexpr int kCached = 64;
+  static std::atomic<int> cache[kCached];
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "reading the current device");
+  const bool cached = device >= 0 && device < kCached;
+  int bytes = cached ? cache[device].load(std::memory_order_relaxed) : 0;
+  if (bytes == 0) {
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+               "reading the size of shared memory");
+    if (cached) cache[device].store(bytes, std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
 #ifdef __CUDACC__
 namespace detail {
 

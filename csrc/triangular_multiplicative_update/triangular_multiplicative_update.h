@@ -135,6 +135,7 @@ struct ContractProblem {
 };
 
 void contract_sm80(const ContractProblem& problem, CUstream_st* stream);
+void contract_sm90a(const ContractProblem& problem, CUstream_st* stream);  // for n above 64
 
 // Backward through the LayerNorms ------------------------------------------------------------------
 // Both take pairs first_pair to first_pair + count - 1; these are whole lines of `pitch` places.

@@ -40,6 +40,10 @@ inline MatrixDescriptor matrix_descriptor(sm80::SharedAddress address) {
   return std::uint64_t{1} << 62 | std::uint64_t{1024 >> 4} << 32 | (address & 0x3ffff) >> 4;
 }
 
+inline MatrixDescriptor matrix_descriptor_across(sm80::SharedAddress address, int group_bytes) {
+  return matrix_descriptor(address) | static_cast<std::uint64_t>(group_bytes >> 4) << 16;
+}
+
 inline void wgmma_begin() {
   emulation::warpgroup().begin();
 }
@@ -48,14 +52,16 @@ inline void wgmma_wait(float (&d)[16][4], emulation::Site site = emulation::Site
   emulation::warpgroup().wait(d[0], site);
 }
 
-inline void wgmma_f16(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
-                      emulation::Site site = emulation::Site::here()) {
-  emulation::warpgroup().add("wgmma_f16", d[0], {a, b, false, site});
+template <bool a_across = false, bool b_across = false>
+void wgmma_f16(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
+               emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().add("wgmma_f16", d[0], {a, b, a_across, b_across, false, site});
 }
 
-inline void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
-                           emulation::Site site = emulation::Site::here()) {
-  emulation::warpgroup().add("wgmma_f16_zero", d[0], {a, b, true, site});
+template <bool a_across = false, bool b_across = false>
+void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a, MatrixDescriptor b,
+                    emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().add("wgmma_f16_zero", d[0], {a, b, a_across, b_across, true, site});
 }
 
 }  // namespace fused_ops::sm90a

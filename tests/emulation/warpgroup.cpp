@@ -41,6 +41,33 @@ void read_lines(std::uint64_t descriptor, int first, int count, std::uint32_t* t
   }
 }
 
+// The same of lines that are one k each and run over 64 places. Bits 16 to 29 are the distance from
+// one such group to the next, bits 32 to 45 that from 8 lines to the next.
+void read_across(std::uint64_t descriptor, int first, int count, std::uint32_t* to, Site site) {
+  const auto start = static_cast<std::uint32_t>(descriptor & 0x3fff) << 4;
+  const auto group = static_cast<std::uint32_t>(descriptor >> 16 & 0x3fff) << 4;
+  const auto eight = static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 62 != 1 || eight != kEight) {
+    fault("wgmma: not the descriptor of lines of 128 bytes that lie together", site);
+  }
+  if (start % kEight != 0 || group % kEight != 0) {
+    fault("wgmma: lines across must begin at a multiple of 1024 bytes", site);
+  }
+  constexpr int kPlaces = kLine / 2;  // of a line
+  for (int place = first; place < first + count; place += 8) {
+    for (int k = 0; k < kInner; ++k) {
+      std::uint32_t address =
+          start + place / kPlaces * group + k / 8 * eight + k % 8 * kLine + place % kPlaces * 2;
+      address ^= (address >> 7 & 7) << 4;
+      const void* from = shared_pointer(address);
+      check_shared(from, 16, 16, "wgmma", site);
+      std::uint16_t halves[8];
+      std::memcpy(halves, from, 16);
+      for (int i = 0; i < 8; ++i) to[(place - first + i) * kInner + k] = halves[i];
+    }
+  }
+}
+
 struct Operands {
   const char* name;
   std::uint64_t a;
@@ -97,8 +124,10 @@ void WarpgroupQueue::compute(void* const* lanes, std::uint32_t) {
   }
   for (const WarpgroupProduct& product : queue(0).products_) {
     if (product.zero) std::fill(std::begin(sums), std::end(sums), 0.0f);
-    read_lines(product.a, warp % 4 * kRows, kRows, a, product.site);
-    read_lines(product.b, 0, kWarpgroupColumns, b, product.site);
+    const auto read_a = product.a_across ? read_across : read_lines;
+    const auto read_b = product.b_across ? read_across : read_lines;
+    read_a(product.a, warp % 4 * kRows, kRows, a, product.site);
+    read_b(product.b, 0, kWarpgroupColumns, b, product.site);
     multiply_accumulate(Format::kF16, kSm90, kRows, kWarpgroupColumns, kInner, a, b, sums);
   }
   for (int lane = 0; lane < kWarpSize; ++lane) {

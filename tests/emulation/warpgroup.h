@@ -16,6 +16,8 @@ constexpr int kWarpgroupSums = kWarpgroupColumns / 2;  // of a thread
 struct WarpgroupProduct {
   std::uint64_t a;
   std::uint64_t b;
+  bool a_across;  // lines run across k, not along
+  bool b_across;
   bool zero;  // the sums start at 0
   Site site;
 };

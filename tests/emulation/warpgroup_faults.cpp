@@ -115,6 +115,59 @@ __global__ void product_kernel(const Params p) {
   }
 }
 
+// Both operands the other way: 16 lines, one k each, for every 64 rows or columns.
+constexpr int kGroup = 16 * kLine;
+
+struct alignas(1024) SharedAcross {
+  std::uint16_t a[kRows / 64 * kGroup];
+  std::uint16_t b[kColumns / 64 * kGroup];
+};
+
+struct AcrossParams {
+  const std::uint16_t* a;  // fp16 (16, 64)
+  const std::uint16_t* b;  // fp16 (16, 128)
+  float* d;                // (64, 128) = A^T B
+  int offset;              // of A's lines, in bytes
+};
+
+__global__ void product_across_kernel(const AcrossParams p) {
+  auto& shared = shared_memory<SharedAcross>();
+  const int thread = threadIdx.x;
+  const auto fill = [&](std::uint16_t* lines, const std::uint16_t* from, int places) {
+    for (int i = thread; i < 16 * places; i += kThreads) {
+      const int k = i / places;
+      const int place = i % places;
+      const int piece = place % 64 / 8 ^ k % 8;
+      lines[place / 64 * kGroup + k * kLine + piece * 8 + place % 8] = from[i];
+    }
+  };
+  fill(shared.a, p.a, kRows);
+  fill(shared.b, p.b, kColumns);
+  fence_async();
+  __syncthreads();
+  float sums[16][4];
+  wgmma_begin();
+  wgmma_f16_zero<true, true>(
+      sums, matrix_descriptor_across(sm80::shared_address(shared.a) + p.offset, kGroup * 2),
+      matrix_descriptor_across(sm80::shared_address(shared.b), kGroup * 2));
+  wgmma_wait(sums);
+  for (int j = 0; j < 16; ++j) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 * 8;
+      p.d[row * kColumns + j * 8 + thread % 4 * 2 + i % 2] = sums[j][i];
+    }
+  }
+}
+
+const emulation::Kernel across("across", [](emulation::Request& request) {
+  AcrossParams p;
+  p.a = request.input<std::uint16_t>("a");
+  p.b = request.input<std::uint16_t>("b");
+  p.d = request.output<float>("d", kRows * kColumns);
+  p.offset = static_cast<int>(request.integer("offset", 0));
+  emulation::launch(product_across_kernel, 1, kThreads, sizeof(SharedAcross), p);
+});
+
 const bool registered = [] {
   for (const auto& [name, planted] : kPlanted) {
     emulation::Kernel(name.c_str(), [](emulation::Request& request) {

@@ -70,6 +70,14 @@ __device__ __forceinline__ MatrixDescriptor matrix_descriptor(sm80::SharedAddres
   return kOrder | kEightLines | (address & 0x3ffff) >> 4;
 }
 
+// A matrix in the other order: a line is one k and runs over 64 rows (columns), pieces in the order
+// piece ^ (line % 8), 16 lines from `address` on, a multiple of 1024, for a product. What more rows
+// (columns) it takes stand `group_bytes` further, 64 at a time.
+__device__ __forceinline__ MatrixDescriptor matrix_descriptor_across(sm80::SharedAddress address,
+                                                                     int group_bytes) {
+  return matrix_descriptor(address) | static_cast<std::uint64_t>(group_bytes >> 4) << 16;
+}
+
 // Products of a warpgroup, asynchronous: between wgmma_begin() and wgmma_wait() nobody touches the
 // accumulators and nobody writes the operands.
 __device__ __forceinline__ void wgmma_begin() {
@@ -84,7 +92,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
 }
 
 // d += a * b on 64x16 by 16x128 halves with fp32 accumulators. Of each 8 columns warp w of the
-// warpgroup holds rows 16w to 16w+15, distributed as mma_f16 has it.
+// warpgroup holds rows 16w to 16w+15, distributed as mma_f16 has it. a_across, b_across: of which
+// of the two kinds the descriptors are.
+template <bool a_across = false, bool b_across = false>
 __device__ __forceinline__ void wgmma_f16(float (&d)[16][4], MatrixDescriptor a,
                                           MatrixDescriptor b) {
   asm volatile(
@@ -98,12 +108,13 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[16][4], MatrixDescriptor a,
       "%40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
+      "%64, %65, accumulates, 1, 1, %66, %67;\n}"
       : FUSED_OPS_SUMS("+f", d)
-      : "l"(a), "l"(b));
+      : "l"(a), "l"(b), "n"(static_cast<int>(a_across)), "n"(static_cast<int>(b_across)));
 }
 
 // d = a * b, the same otherwise.
+template <bool a_across = false, bool b_across = false>
 __device__ __forceinline__ void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a,
                                                MatrixDescriptor b) {
   asm volatile(
@@ -117,9 +128,9 @@ __device__ __forceinline__ void wgmma_f16_zero(float (&d)[16][4], MatrixDescript
       "%40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
+      "%64, %65, accumulates, 1, 1, %66, %67;\n}"
       : FUSED_OPS_SUMS("=&f", d)
-      : "l"(a), "l"(b));
+      : "l"(a), "l"(b), "n"(static_cast<int>(a_across)), "n"(static_cast<int>(b_across)));
 }
 
 #undef FUSED_OPS_SUMS
