@@ -113,13 +113,33 @@ inline Tensor empty(const Tensor& like, const std::vector<std::int64_t>& sizes, 
   return Tensor(handle);
 }
 
+// Memory that somebody else owns, as a tensor on the device of `like`.
+inline Tensor view_of(const Tensor& like, void* data, const std::vector<std::int64_t>& sizes,
+                      const std::vector<std::int64_t>& strides, ScalarType type) {
+  std::int32_t device_type = 0;
+  check_torch(aoti_torch_get_device_type(like.get(), &device_type), "reading a device type");
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_create_tensor_from_blob(
+                  data, static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), 0,
+                  to<std::int32_t>(from(type)), device_type, like.get_device_index(), &handle),
+              "making a view");
+  return Tensor(handle);
+}
+
 // Calls another operator, by its full name, that returns one tensor. Errors raised inside arrive as
 // RuntimeError whatever they were, so check the arguments first.
 template <class... Arguments>
-Tensor call_operator(const char* op, const Arguments&... arguments) {
+Tensor call_overload(const char* op, const char* overload, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
-  check_torch(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION), op);
+  check_torch(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION), op);
   return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+template <class... Arguments>
+Tensor call_operator(const char* op, const Arguments&... arguments) {
+  return call_overload(op, "", arguments...);
 }
 
 }  // namespace fused_ops

@@ -2,22 +2,10 @@
 // The kernels for large problems: their launchers' arguments. Plain data.
 #pragma once
 
+#include "triangular_multiplicative_update/config.h"
 #include "triangular_multiplicative_update/packed.h"
 
 namespace fused_ops::triangular_multiplicative_update {
-
-// Rows of a block, and the most channels (of pair and hidden) it takes.
-struct Tile {
-  int rows;
-  int channels;
-};
-constexpr Tile kTiles[] = {
-    {128, 128},
-    {64, 256},
-    {32, 512},
-    {32, 128},  // for devices with little shared memory
-};
-constexpr int kTileCount = 4;
 
 // Packs weights; with a mask whose values may exceed kMaskRoom, looks for the largest.
 struct PackProblem {

@@ -12,9 +12,11 @@ void launch_output(const char* what, Mode mode, int tile, const OutputParams& pa
   if (params.count == 0) return;
   with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
     constexpr Mode kMode = decltype(mode_of)::kMode;
-    constexpr int kRows = decltype(tile_of)::kRows;
-    constexpr int kChannels = decltype(tile_of)::kChannels;
+    constexpr Tile kTile = kTiles[decltype(tile_of)::kIndex];
+    constexpr int kRows = kTile.rows, kChannels = kTile.channels;
     using Kernel = Output<kMode, Shape<kRows, kChannels>, kBackward>;
+    static_assert(sizeof(typename Kernel::Shared) <=
+                  (parts(kMode) == 2 ? kTile.shared_bytes_split : kTile.shared_bytes));
     launch(what, output_kernel<kMode, kRows, kChannels, kBackward>,
            static_cast<unsigned>(ceil_div(params.count, kRows)), kThreads,
            sizeof(typename Kernel::Shared), stream, params);

@@ -13,8 +13,7 @@ struct ModeOf {
 };
 template <int tile>
 struct TileOf {
-  static constexpr int kRows = kTiles[tile].rows;
-  static constexpr int kChannels = kTiles[tile].channels;
+  static constexpr int kIndex = tile;
 };
 
 template <class Function>
