@@ -184,7 +184,7 @@ def output_exact(problem, o):
 
 def o_of(problem):
     """A plane o as it is stored, and what it stands for."""
-    scale = torch.rand(problem.batch, problem.n, problem.n, 1) * 3
+    scale = torch.rand(problem.batch, problem.n, problem.n, 1) * 3 + 0.3
     o = torch.randn(problem.batch, problem.n, problem.n, problem.hidden) * scale + 1
     dtype = torch.bfloat16 if problem.mode == "bf16" else torch.float32
     stored = problem.pad(o.permute(3, 0, 1, 2).double(), dtype)

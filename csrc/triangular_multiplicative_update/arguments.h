@@ -201,7 +201,7 @@ inline Mask mask_of(const MaybeTensor& tensor, const Tensor& pair,
   FO_CHECK_RUNTIME(same_device(pair, *tensor), kOp, ": mask must be on the device of pair, expected ",
                    device_text(pair), ", got ", device_text(*tensor));
   *kept = *tensor;
-  MaskType type;
+  MaskType type = MaskType::kUInt8;
   std::int64_t batch_stride = 0;
   const bool walks = merge_lead(*tensor, lead, 2, &batch_stride);
   if (!walks || !mask_type(tensor->scalar_type(), &type)) {

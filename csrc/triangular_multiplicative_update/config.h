@@ -24,7 +24,7 @@ constexpr Tile kTiles[] = {
     {32, 512, 98 * 1024, 184 * 1024},
     // For devices with little shared memory, and for problems whose blocks of 128 rows would not
     // fill a GPU.
-    {32, 128, 66 * 1024, 94 * 1024},
+    {32, 128, 68 * 1024, 94 * 1024},
 };
 constexpr int kTileCount = 4;
 constexpr int kSmallRowsTile = 3;
