@@ -55,9 +55,12 @@ struct ProjectBackwardProblem {
   const void* packed = nullptr;
   std::int64_t first_pair = 0;
   std::int64_t count = 0;
-  // Planes: bf16 for kBFloat16, else fp32.
+  // Planes: bf16 for kBFloat16, else fp32. For kFloat16 and kTf32 they are products of scaled planes:
+  // times grad_undo (hidden), and for kTf32 times the way back from b's plane and a's, they are the
+  // gradients.
   const void* da = nullptr;
   const void* db = nullptr;
+  const float* grad_undo = nullptr;
   // In the type of the products (bf16, fp16 or fp32); zeros in the padding.
   void* grad = nullptr;        // (count, 4 * hidden): of proj_a, gate_a, proj_b, gate_b before bias
   void* normalised = nullptr;  // (count, channels)
@@ -102,6 +105,7 @@ struct OutputBackwardProblem {
   void* out_proj_grad = nullptr;  // (count, channels): of the output projection's result
   void* gate_grad = nullptr;      // (count, channels): of the gate's, before the sigmoid
   void* normalised = nullptr;     // (count, hidden): o normalised
+  void* gate_input = nullptr;     // (count, channels), or null: what the gate has read
   float* sums = nullptr;          // (row_blocks(), 2 * channels): column sums of the first two
 };
 

@@ -18,6 +18,7 @@ void output_backward_sm80(const OutputBackwardProblem& problem, CUstream_st* str
   params.out_proj_grad = problem.out_proj_grad;
   params.gate_grad = problem.gate_grad;
   params.normalised = problem.normalised;
+  params.gate_input = problem.gate_input;
   params.sums = problem.sums;
   launch_output<true>("triangular_multiplicative_update: launching output_backward_sm80", problem.mode,
                 problem.tile, params, stream);

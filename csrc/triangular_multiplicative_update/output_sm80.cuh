@@ -28,6 +28,7 @@ struct OutputParams {
   void* out_proj_grad = nullptr;
   void* gate_grad = nullptr;
   void* normalised = nullptr;
+  void* gate_input = nullptr;
   float* sums = nullptr;
 };
 
@@ -274,8 +275,13 @@ struct Output {
   }
 
   __device__ __forceinline__ void store_normalised() {
-    store_operand<mode, Shape>(shared.o, p.sizes.hidden, first - p.first_pair, p.count,
-                               p.normalised, thread);
+    const std::int64_t row = first - p.first_pair;
+    const auto undo = [](int) { return two_to(-kNormalisedExponent); };
+    store_operand<mode, Shape>(shared.o, p.sizes.hidden, row, p.count, p.normalised, thread, undo);
+    if (!p.gate_input) return;
+    store_operand<mode, Shape>(
+        shared.pair, p.sizes.channels, row, p.count, p.gate_input, thread,
+        [&](int r) { return p.gate_normalized ? undo(r) : shared.undo[r]; });
   }
 
   struct Vectors {

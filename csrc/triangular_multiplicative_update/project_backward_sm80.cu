@@ -17,6 +17,7 @@ void project_backward_sm80(const ProjectBackwardProblem& problem, CUstream_st* s
   params.count = problem.count;
   params.plane_grad[0] = problem.da;
   params.plane_grad[1] = problem.db;
+  params.grad_undo = problem.grad_undo;
   params.grad = problem.grad;
   params.normalised = problem.normalised;
   params.sums = problem.sums;

@@ -30,6 +30,7 @@ struct ProjectParams {
   std::int64_t first_pair = 0;
   std::int64_t count = 0;
   const void* plane_grad[2] = {};
+  const float* grad_undo = nullptr;
   void* grad = nullptr;
   void* normalised = nullptr;
   float* sums = nullptr;
@@ -305,9 +306,21 @@ struct Project {
     return sm80::unpack_bf16(reinterpret_cast<const std::uint16_t*>(shared.turned)[at]).x;
   }
 
+  // The way back from the scaled planes whose product the gradient of `plane` is.
+  __device__ __forceinline__ float undo_of(int plane, int channel) const {
+    if (mode == Mode::kBFloat16 || mode == Mode::kSplit || channel >= p.sizes.hidden) return 1.0f;
+    float undo = p.grad_undo[channel];
+    if (mode == Mode::kTf32) {
+      const int padded = p.packed.hidden_blocks * kPieceChannels;
+      undo *= floats(p.packed.plane_undo)[(plane == 0 ? padded : 0) + channel];
+    }
+    return undo;
+  }
+
   __device__ __forceinline__ void store_normalised() {
     store_operand<mode, Shape>(shared.rows, p.sizes.channels, first - p.first_pair, p.count,
-                               p.normalised, thread);
+                               p.normalised, thread,
+                               [](int) { return two_to(-kNormalisedExponent); });
   }
 
   // From the gradients of a plane to those of projection and gate before its sigmoid.
@@ -318,6 +331,12 @@ struct Project {
     const int plane = piece / p.blocks;
     const int begin = piece % p.blocks * kPieceChannels + warp_across() * 16;
     float sums[2][2][2] = {};  // [projection, gate][column tile][channel]
+    float undo[2][2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) undo[j][x] = undo_of(plane, begin + j * 8 + 2 * t + x);
+    }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -335,7 +354,7 @@ struct Project {
             const float projected = finish(product.total[i][2 * j + 1][e], c.undo[j], c.bias[j], e);
             const float s = sigmoid<mode>(gate);
             const float d =
-                plane_grad(warp_across() * 16 + j * 8 + 2 * t + x, row) * factor * s;
+                plane_grad(warp_across() * 16 + j * 8 + 2 * t + x, row) * undo[j][x] * factor * s;
             const float d_gate = d * projected * (1.0f - s);
             number[j][x] = exists ? d : 0.0f;
             number[2 + j][x] = exists ? d_gate : 0.0f;

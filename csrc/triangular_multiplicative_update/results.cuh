@@ -79,12 +79,12 @@ __device__ __forceinline__ void store_quad(const float (&number)[4][2], void* ma
   }
 }
 
-// A block's normalised rows, from the operand of its products, to rows first_row on of a matrix of
-// `count` rows, in the mode's type.
-template <Mode mode, class Shape>
+// A block's rows, from the operand of its products, to rows first_row on of a matrix of `count` rows,
+// in the mode's type. `undo` takes back the scale of a row.
+template <Mode mode, class Shape, class Undo>
 __device__ __forceinline__ void store_operand(const unsigned char* operand, int channels,
                                               std::int64_t first_row, std::int64_t count,
-                                              void* matrix, int thread) {
+                                              void* matrix, int thread, Undo undo) {
   const int eights = (channels + 7) / 8;
   for (int at = thread; at < Shape::kRows * eights; at += kThreads) {
     const int row = at / eights, eight = at % eights;
@@ -101,12 +101,13 @@ __device__ __forceinline__ void store_operand(const unsigned char* operand, int 
         const uint4 lo = *reinterpret_cast<const uint4*>(from + Shape::kRows * kLineBytes);
         low[0] = lo.x, low[1] = lo.y, low[2] = lo.z, low[3] = lo.w;
       }
+      const float scale = undo(row);
       float number[8];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 big = sm80::unpack_f16(word[i]), small = sm80::unpack_f16(low[i]);
-        number[2 * i] = (big.x + small.x) * two_to(-kNormalisedExponent);
-        number[2 * i + 1] = (big.y + small.y) * two_to(-kNormalisedExponent);
+        number[2 * i] = (big.x + small.x) * scale;
+        number[2 * i + 1] = (big.y + small.y) * scale;
       }
       store_floats(matrix, to, number, channels - eight * 8, aligned);
     } else {
