@@ -61,12 +61,14 @@ class OperandCopies {
   }
 
   // Starts the copies of the next chunk. Behind the matrix there are zeros.
-  __device__ __forceinline__ void copy(unsigned char* operand, std::int64_t pitch) {
+  __device__ __forceinline__ void copy(unsigned char* operand, const SplitPlane& plane,
+                                       std::int64_t pitch) {
     const int lines = numbers_left_ > 0 ? lines_left_ : 0;
 #pragma unroll
     for (int i = 0; i < kLines; i += kStep) {
+      const bool exists = i < lines;  // else the address is not read, but valid
       sm80::cp_async_16(operand + (to_ ^ (i & 7) << 4) + i * sm80::kSplitLineBytes,
-                        from_ + i * pitch, i < lines ? 16 : 0);
+                        exists ? from_ + i * pitch : plane.hi, exists ? 16 : 0);
     }
     if constexpr (kAlong) {
       from_ += kInner;

@@ -37,13 +37,13 @@ struct Contract {
     const std::int64_t matrix = place.matrix * sizes.n * sizes.pitch;
 
     OperandCopies<a_layout, kSide, kThreads> a_copies(params.problem.a, matrix, sizes,
-                                                      place.row * kSide, thread);
+                                                      std::int64_t{place.row} * kSide, thread);
     OperandCopies<b_layout, kSide, kThreads> b_copies(params.problem.b, matrix, sizes,
-                                                      place.column * kSide, thread);
+                                                      std::int64_t{place.column} * kSide, thread);
     const auto copy = [&](int chunk, int stage) {
       if (chunk < params.chunks) {
-        a_copies.copy(stages[stage].a, sizes.pitch);
-        b_copies.copy(stages[stage].b, sizes.pitch);
+        a_copies.copy(stages[stage].a, params.problem.a, sizes.pitch);
+        b_copies.copy(stages[stage].b, params.problem.b, sizes.pitch);
       }
       sm80::cp_async_commit();
     };

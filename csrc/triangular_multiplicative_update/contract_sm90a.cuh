@@ -104,13 +104,13 @@ struct ContractSpecialised {
       const TilePlace place(params, at.tile());
       const std::int64_t matrix = place.matrix * sizes.n * sizes.pitch;
       OperandCopies<a_layout, kRows, kProducers> a_copies(params.problem.a, matrix, sizes,
-                                                          place.row * kRows, thread);
-      OperandCopies<b_layout, kColumns, kProducers> b_copies(params.problem.b, matrix, sizes,
-                                                             place.column * kColumns, thread);
+                                                          std::int64_t{place.row} * kRows, thread);
+      OperandCopies<b_layout, kColumns, kProducers> b_copies(
+          params.problem.b, matrix, sizes, std::int64_t{place.column} * kColumns, thread);
       for (int chunk = 0; chunk < params.chunks; ++chunk) {
         sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
-        a_copies.copy(shared.a[slot.stage], sizes.pitch);
-        b_copies.copy(shared.b[slot.stage], sizes.pitch);
+        a_copies.copy(shared.a[slot.stage], params.problem.a, sizes.pitch);
+        b_copies.copy(shared.b[slot.stage], params.problem.b, sizes.pitch);
         sm80::cp_async_commit();
         slot.advance();
         if (under_way < kLag) {
@@ -167,7 +167,7 @@ struct ContractSpecialised {
     for (TileStream at; at.tile() < params.end_tile; at.advance()) {
       const TilePlace place(params, at.tile());
       const int columns =
-          static_cast<int>(min(n - place.column * kColumns, std::int64_t{kColumns}));
+          static_cast<int>(min(n - std::int64_t{place.column} * kColumns, std::int64_t{kColumns}));
       Product product;
       product.clear();
       for (int chunk = 0; chunk < params.chunks; ++chunk) {

@@ -36,8 +36,8 @@ inline ContractParams contract_params(const ContractProblem& problem, int rows, 
 // operands in L2.
 struct TilePlace {
   std::int64_t matrix;
-  std::int64_t row;
-  std::int64_t column;
+  int row;
+  int column;
 
   __device__ __forceinline__ TilePlace(const ContractParams& params, std::int64_t tile) {
     const std::int64_t tiles_of_matrix = std::int64_t{params.row_tiles} * params.column_tiles;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_tile(const Product& product, const Contrac
   const std::int64_t channel = place.matrix / problem.sizes.batch;
   const Undo undo(problem.a.undo[channel], problem.b.undo[channel]);
   float* matrix = problem.out + place.matrix * n * pitch;
-  const std::int64_t first_row = place.row * kRows;
-  const std::int64_t first_column = place.column * kColumns;
+  const std::int64_t first_row = std::int64_t{place.row} * kRows;
+  const std::int64_t first_column = std::int64_t{place.column} * kColumns;
   if (first_row + kRows <= n && first_column + kColumns <= n) {
     store_results<true>(product, undo, matrix, n, pitch, first_row + row, first_column + column,
                         lane);
