@@ -225,7 +225,7 @@ struct NormOutBackward {
             x[k + e] = __float_as_uint(__uint_as_float(x[k + e]) * undo[e]);
           }
 #pragma unroll
-          for (int v = 0; v < kPairs; ++v) mean[v] += centred(x[k + e], v, undo[e], 0.0f);
+          for (int v = 0; v < kPairs; ++v) mean[v] = centred(x[k + e], v, undo[e], -mean[v]);
         }
       }
       publish(0, mean);
@@ -274,17 +274,21 @@ struct NormOutBackward {
       gather(1, squares);
       gather(2, grads);
       gather(3, products);
-      // dx = rstd * g - offset - d * slope
       float rstd[kPairs];
 #pragma unroll
       for (int v = 0; v < kPairs; ++v) {
         rstd[v] = rsqrtf(fmaf(squares[v], per_channel, p.eps));
-        grads[v] *= per_channel * rstd[v];
-        products[v] = products[v] * per_channel * rstd[v] * rstd[v] * rstd[v];
+        grads[v] *= per_channel;
+        products[v] = products[v] * per_channel * rstd[v] * rstd[v];
       }
       const std::uint32_t not_padding = here.valid == kPairs ? 0xffffffffu
                                         : here.valid == 1    ? 0xffffu
                                                              : 0u;
+      if constexpr (kChannels * kPairs > 32) {
+        // Changes nothing, but else the compiler keeps all numbers unpacked, and spills.
+#pragma unroll
+        for (std::uint32_t& word : x) word &= not_padding;
+      }
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         float dx[kPairs][kPieceNumbers];
@@ -300,7 +304,7 @@ struct NormOutBackward {
             for (int f = 0; f < 4; ++f) {
               const float d = centred(x[k + f], v, undo[f], mean[v]);
               float& g = dx[v][e + f];
-              g = fmaf(g, rstd[v], -fmaf(d, products[v], grads[v]));
+              g = rstd[v] * fmaf(-d, products[v], g - grads[v]);
             }
           }
         }
