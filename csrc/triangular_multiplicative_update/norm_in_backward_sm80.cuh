@@ -260,7 +260,7 @@ struct NormInBackward {
 };
 
 template <DType pair_type, DType grad_type, bool kLong>
-__global__ void __launch_bounds__(kNormInThreads, kLong ? 3 : 4)
+__global__ void __launch_bounds__(kNormInThreads, kLong ? 2 : 4)
     norm_in_backward_kernel(const __grid_constant__ NormInBackwardParams params) {
   NormInBackward<pair_type, grad_type, kLong>{params, thread_index()}.run();
 }

@@ -27,15 +27,20 @@ template <DType o_type, DType grad_type, int kChannels, int kWarps, bool kWhole>
 struct NormOutBackward {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMostChannels = kChannels * kWarps;
-  static constexpr int kPairs = 4 / bytes_of(o_type);  // of a lane
-  static constexpr int kTile = 32 * kPairs;            // pairs of a block
+  // Of a lane: a word of the plane, where the compiler needs no registers for what may be missing.
+  static constexpr int kPairs = kWhole ? 4 / bytes_of(o_type) : 1;
+  using Word = std::conditional_t<kPairs * bytes_of(o_type) == 4, std::uint32_t, std::uint16_t>;
+  static constexpr int kTile = 32 * kPairs;  // pairs of a block
   static constexpr int kPieceNumbers = 16 / bytes_of(grad_type);
   static constexpr int kPieces = kChannels / kPieceNumbers;  // of a pair, for one warp
+
+  // With one, hidden = 512 in fp32 still leaves the kernel below 99 KiB.
+  static constexpr int kBuffers = kWarps > 8 ? 1 : 2;
 
   struct alignas(16) Shared {
     // Tiles of the gradient, in turn: the row of lane l's pair v in slot 32 * v + l. One piece
     // behind each row spreads what 8 lanes read at once over all banks.
-    unsigned char grad[2][kTile][(kWarps * kPieces + 1) * 16];
+    unsigned char grad[kBuffers][kTile][(kWarps * kPieces + 1) * 16];
     float undo[kMostChannels];
     float sums[4][kWarps][kTile];  // over a warp's channels
   };
@@ -118,7 +123,7 @@ struct NormOutBackward {
   static __device__ __forceinline__ std::uint32_t load_word(const unsigned char* from, int valid) {
     std::uint32_t word = 0;
     if (valid == kPairs) {
-      word = *reinterpret_cast<const std::uint32_t*>(from);
+      word = *reinterpret_cast<const Word*>(from);
     } else if (kPairs == 2 && valid == 1) {
       word = *reinterpret_cast<const std::uint16_t*>(from);
     }
@@ -237,7 +242,8 @@ struct NormOutBackward {
       place.column += column_step;
       if (place.column >= p.sizes.pitch) place.column -= static_cast<int>(p.sizes.pitch);
       place.look(p);
-      if (tile + gridDim.x < params.tiles) copy_grad(1 - buffer, place);
+      const bool more = tile + gridDim.x < params.tiles;
+      if (kBuffers == 2 && more) copy_grad(1 - buffer, place);
 
       const float per_channel = 1.0f / static_cast<float>(hidden());
       gather(0, mean);
@@ -284,11 +290,6 @@ struct NormOutBackward {
       const std::uint32_t not_padding = here.valid == kPairs ? 0xffffffffu
                                         : here.valid == 1    ? 0xffffu
                                                              : 0u;
-      if constexpr (kChannels * kPairs > 32) {
-        // Changes nothing, but else the compiler keeps all numbers unpacked, and spills.
-#pragma unroll
-        for (std::uint32_t& word : x) word &= not_padding;
-      }
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         float dx[kPairs][kPieceNumbers];
@@ -312,10 +313,12 @@ struct NormOutBackward {
         for (int e = 0; e < kPieceNumbers; ++e) {
           const int k = i * kPieceNumbers + e;
           std::uint32_t word = __float_as_uint(dx[0][e]);
-          if constexpr (kPairs == 2) word = sm80::pack_bf16(dx[0][e], dx[1][e]);
+          if constexpr (o_type == DType::kBFloat16) {
+            word = sm80::pack_bf16(dx[0][e], kPairs == 2 ? dx[kPairs - 1][e] : 0.0f);
+          }
           x[k] = word & not_padding;
           if (here.inside && k < mine()) {
-            *reinterpret_cast<std::uint32_t*>(numbers + k * channel_bytes) = x[k];
+            *reinterpret_cast<Word*>(numbers + k * channel_bytes) = static_cast<Word>(x[k]);
           }
         }
       }
@@ -326,7 +329,12 @@ struct NormOutBackward {
           if (lane == k) largest = max(largest, all);
         }
       }
-      buffer = 1 - buffer;
+      if constexpr (kBuffers == 2) {
+        buffer = 1 - buffer;
+      } else {
+        __syncthreads();
+        if (more) copy_grad(buffer, place);
+      }
     }
     if (p.largest != nullptr && lane < mine() && largest != 0) {
       atomicMax(p.largest + warp * kChannels + lane, largest);
@@ -334,9 +342,8 @@ struct NormOutBackward {
   }
 };
 
-// Blocks of up to 256 threads: at least three find room together.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kThreads <= 256 ? 3 : 1)
+__global__ void __launch_bounds__(Kernel::kThreads, 768 / Kernel::kThreads)
     norm_out_backward_kernel(const __grid_constant__ NormOutBackwardParams params) {
   const int thread = thread_index();
   Kernel{params, shared_memory<typename Kernel::Shared>(), thread % 32, thread / 32}.run();
