@@ -109,8 +109,9 @@ struct SmallProblem {
 // For problems that small_fits() of small.h admits.
 void small_forward_sm80(const SmallProblem& problem, CUstream_st* stream);
 
-// The contraction of split planes ------------------------------------------------------------------
-// For each channel and batch element, of (n, n) matrices with lines of `pitch`:
+// The contraction of split planes
+// ------------------------------------------------------------------ For each channel and batch
+// element, of (n, n) matrices with lines of `pitch`:
 enum class Product : std::uint8_t {
   kNT,  // out[i][j] = sum over k of a[i][k] * b[j][k]     o from a, b
   kNN,  // out[i][j] = sum over k of a[i][k] * b[k][j]     da from do, b
@@ -137,14 +138,15 @@ struct ContractProblem {
 void contract_sm80(const ContractProblem& problem, CUstream_st* stream);
 void contract_sm90a(const ContractProblem& problem, CUstream_st* stream);  // for n above 64
 
-// Backward through the LayerNorms ------------------------------------------------------------------
-// Both take pairs first_pair to first_pair + count - 1; these are whole lines of `pitch` places.
+// Backward through the LayerNorms
+// ------------------------------------------------------------------ Both take pairs first_pair to
+// first_pair + count - 1; these are whole lines of `pitch` places.
 
 // Through the one after the contraction. `grad` (count, hidden) holds the gradient with respect to
 // the normalised o, before weight and bias, of these pairs, in the type of the products (bf16,
 // fp16, or fp32 for the two fp32 modes). The gradient with respect to o replaces it in the plane,
-// zeros in the padding. `largest` (hidden), or null: raised to the largest magnitude of each channel
-// as the bits of a non-negative float, infinite and NaN left out, by integer atomics.
+// zeros in the padding. `largest` (hidden), or null: raised to the largest magnitude of each
+// channel as the bits of a non-negative float, infinite and NaN left out, by integer atomics.
 struct NormOutBackwardProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;
@@ -173,10 +175,10 @@ struct SplitPlaneProblem {
 void split_plane_sm80(const SplitPlaneProblem& problem, CUstream_st* stream);
 
 // Through the one before the projections, and the sum with what came through the output gate.
-// Pairs here are those of the planes a and b: (k, line) for incoming. `grad` (count, channels) holds
-// the gradient with respect to the normalised input, before weight and bias. `gate_grad`, or null,
-// is for ALL pairs and in the order of o, (pairs(), channels): the gradient that came through the
-// output gate, with respect to the raw pair, or with gate_normalized to the normalised one.
+// Pairs here are those of the planes a and b: (k, line) for incoming. `grad` (count, channels)
+// holds the gradient with respect to the normalised input, before weight and bias. `gate_grad`, or
+// null, is for ALL pairs and in the order of o, (pairs(), channels): the gradient that came through
+// the output gate, with respect to the raw pair, or with gate_normalized to the normalised one.
 struct NormInBackwardProblem {
   Sizes sizes;
   bool outgoing = false;
@@ -193,5 +195,18 @@ struct NormInBackwardProblem {
 };
 
 void norm_in_backward_sm80(const NormInBackwardProblem& problem, CUstream_st* stream);
+
+// Sums of columns --------------------------------------------------------------------------------
+// out[column] = sum over the rows of partial (rows, columns), in an order that only the sizes give.
+struct ColumnSumsProblem {
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const float* partial = nullptr;
+  float* out = nullptr;
+  float* workspace = nullptr;  // column_sums_workspace() floats, contents arbitrary
+};
+
+std::int64_t column_sums_workspace(std::int64_t rows, std::int64_t columns);
+void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream);
 
 }  // namespace fused_ops::triangular_multiplicative_update

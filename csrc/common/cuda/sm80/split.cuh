@@ -33,7 +33,7 @@ __device__ __forceinline__ float power_of_two(int biased) {
   return __uint_as_float(static_cast<std::uint32_t>(biased) << 23);
 }
 
-// The power of two that brings numbers up to `largest`, in [2^-100, 2^128), to the top of fp16's
+// The power of two that brings numbers up to `largest`, in [2^-112, 2^128), to the top of fp16's
 // range. A largest number that is infinite or NaN gives a finite scale; itself shows in the result.
 __device__ __forceinline__ float split_multiplier(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23 & 0xff);
