@@ -216,7 +216,11 @@ class Operator:
     def _run_forward(self, args: Sequence[Any]) -> Tensor:
         """Without autograd: straight to the composition where nothing else could run."""
         if self._is_for_cpp(args[0]):
-            return self._forward_op(*args)
+            try:
+                return self._forward_op(*args)
+            except (RuntimeError, ValueError):
+                self.check(*args)  # for its own words, and TypeError, which C++ cannot raise
+                raise
         known = self._recall(args)
         if known is not None and known.composed:
             return self._compose_result(known.result, args)

@@ -190,7 +190,9 @@ struct NormOutBackward {
     if (lane < kChannels) {
       const int channel = warp * kChannels + lane;
       const bool scaled = p.o_undo != nullptr && lane < mine();
-      shared.undo[channel] = scaled ? p.o_undo[channel] : 1.0f;
+      float undo = scaled ? p.o_undo[channel] : 1.0f;
+      if (scaled && p.o_undo_second) undo *= p.o_undo_second[channel];
+      shared.undo[channel] = undo;
     }
     __syncwarp();
     const std::int64_t channel_bytes = params.pairs * bytes_of(o_type);

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_ops import _check
 from fused_ops._dispatch import Operator, Result
 from fused_ops._precision import autocast_dtype, resolve_precision
-from fused_ops.triangular_multiplicative_update import composition
+from fused_ops.triangular_multiplicative_update import composition, cuda
 
 NAME = "triangular_multiplicative_update"
 
@@ -128,6 +128,7 @@ OPERATOR = Operator(
     shapes=_shapes,
     forward=composition.forward,
     backward=composition.backward,
+    device_backward=cuda.cuda_backward,
     plans_cuda=False,
 )
 
