@@ -47,28 +47,49 @@ struct ColumnNumbers {
     return (eight * kGroups + group(thread)) * 8;
   }
 
-  // `existing`: of the thread's two pairs, the first so many.
+  // `existing`: of the thread's two pairs, the first so many. Loads have no branches around them, so
+  // that all of a thread are under way together: what does not exist reads the first numbers.
   __device__ __forceinline__ void load(const void* plane, std::int64_t pairs, std::int64_t first,
                                        int hidden, int existing, int thread) {
-    const std::int64_t at = first + row(thread);
+    using Number = std::conditional_t<mode == Mode::kBFloat16, std::uint16_t, float>;
+    const auto* from = static_cast<const Number*>(plane) + (existing > 0 ? first + row(thread) : 0);
+    if (existing != 1) {
+      load_as(from, pairs, hidden, thread, [](const Number* at) {
+        if constexpr (mode == Mode::kBFloat16) {
+          return sm80::unpack_bf16(*reinterpret_cast<const std::uint32_t*>(at));
+        } else {
+          return *reinterpret_cast<const float2*>(at);
+        }
+      });
+    } else {
+      load_as(from, pairs, hidden, thread, [](const Number* at) {
+        if constexpr (mode == Mode::kBFloat16) {
+          return make_float2(sm80::unpack_bf16(*at).x, 0.0f);
+        } else {
+          return make_float2(*at, 0.0f);
+        }
+      });
+    }
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool here = channel(m, thread) + i < hidden;
+        number[m][i][0] = here && existing > 0 ? number[m][i][0] : 0.0f;
+        number[m][i][1] = here && existing > 1 ? number[m][i][1] : 0.0f;
+      }
+    }
+  }
+
+  template <class Number, class Load>
+  __device__ __forceinline__ void load_as(const Number* from, std::int64_t pairs, int hidden,
+                                          int thread, Load load) {
 #pragma unroll
     for (int m = 0; m < kEights; ++m) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int c = channel(m, thread) + i;
-        float2 two = make_float2(0.0f, 0.0f);
-        if (c < hidden && existing > 0) {
-          if constexpr (mode == Mode::kBFloat16) {
-            const auto* from = static_cast<const std::uint16_t*>(plane) + c * pairs + at;
-            two = existing == 2
-                      ? sm80::unpack_bf16(*reinterpret_cast<const std::uint32_t*>(from))
-                      : make_float2(sm80::unpack_bf16(*from).x, 0.0f);
-          } else {
-            const auto* from = static_cast<const float*>(plane) + c * pairs + at;
-            two = existing == 2 ? *reinterpret_cast<const float2*>(from)
-                                : make_float2(*from, 0.0f);
-          }
-        }
+        const float2 two = load(from + (c < hidden ? c * pairs : 0));
         number[m][i][0] = two.x;
         number[m][i][1] = two.y;
       }
@@ -430,8 +451,14 @@ struct Output {
   }
 };
 
+// Blocks a multiprocessor that the registers are limited for.
+constexpr int output_blocks(Mode mode, int rows, bool backward) {
+  const bool spills = is_wide(mode) && (rows == 64 || backward);
+  return mode == Mode::kSplit || spills ? 1 : 2;
+}
+
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads, mode == Mode::kSplit || kBackward ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, output_blocks(mode, kRows, kBackward))
     output_kernel(const __grid_constant__ OutputParams params) {
   Output<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
 }

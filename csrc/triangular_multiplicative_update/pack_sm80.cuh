@@ -43,13 +43,32 @@ class LinePacker {
  public:
   __device__ __forceinline__ LinePacker(Mode mode, int lane) : mode_(mode), lane_(lane) {}
 
+  // A lane has eight numbers of the line at a time; all loads are under way together.
   __device__ __forceinline__ void pack(const PackLine& p) const {
+    float x[kEights][8];
     float sum = 0.0f, squares = 0.0f, largest = 0.0f;
-    for (int k = lane_; k < p.inner; k += 32) {
-      const float x = folded(p, k);
-      squares += x * x;
-      largest = fmaxf(largest, fabsf(x));
-      if (p.folds && p.row < p.rows) sum += raw(p, k) * load_or(p.norm_bias, k, 0.0f);
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+      const int k = (lane_ + 32 * m) * 8;
+      const int count = p.row < p.rows ? p.inner - k : 0;
+      load_eight(p.linear.weight, p.row * p.inner + k, count, x[m]);
+      if (!p.folds) continue;
+      float weight[8], bias[8];
+      load_eight(p.norm_weight, k, count, weight);
+      load_eight(p.norm_bias, k, count, bias);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum += x[m][i] * bias[i];
+        x[m][i] *= weight[i];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        squares += x[m][i] * x[m][i];
+        largest = fmaxf(largest, fabsf(x[m][i]));
+      }
     }
     sum = warp_sum(sum);
     squares = warp_sum(squares);
@@ -66,21 +85,23 @@ class LinePacker {
       }
     }
     const float scale = two_to(exponent);
-    const int pieces = rounded_up(p.inner, kInner) / 8;
-    for (int piece = lane_; piece < pieces; piece += 32) {
+#pragma unroll
+    for (int m = 0; m < kEights; ++m) {
+      const int piece = lane_ + 32 * m;
+      if (piece >= rounded_up(p.inner, kInner) / 8) continue;
       std::uint32_t hi[4], lo[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int k = piece * 8 + 2 * i;
-        const float x = folded(p, k) * scale, y = folded(p, k + 1) * scale;
+        const float low = x[m][2 * i] * scale, high = x[m][2 * i + 1] * scale;
         lo[i] = 0;
         if (mode_ == Mode::kBFloat16) {
-          hi[i] = sm80::pack_bf16(x, y);
+          hi[i] = sm80::pack_bf16(low, high);
         } else {
-          sm80::split_pair(x, y, &hi[i], &lo[i]);
+          sm80::split_pair(low, high, &hi[i], &lo[i]);
         }
       }
-      unsigned char* to = p.lines + piece / 8 * p.block_stride + sm80::split_offset(p.line, piece % 8);
+      unsigned char* to =
+          p.lines + piece / 8 * p.block_stride + sm80::split_offset(p.line, piece % 8);
       *reinterpret_cast<uint4*>(to) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
       if (mode_ == Mode::kSplit) {
         *reinterpret_cast<uint4*>(to + p.part_stride) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
@@ -89,13 +110,26 @@ class LinePacker {
   }
 
  private:
-  __device__ __forceinline__ float raw(const PackLine& p, int k) const {
-    return load_number(p.linear.weight.data, p.linear.weight.type, p.row * p.inner + k);
-  }
+  static constexpr int kEights = kMostChannels / 8 / 32;
 
-  __device__ __forceinline__ float folded(const PackLine& p, int k) const {
-    if (k >= p.inner || p.row >= p.rows) return 0.0f;
-    return p.folds ? raw(p, k) * load_or(p.norm_weight, k, 1.0f) : raw(p, k);
+  // `count` numbers from `index` on, or eight if there are more; zeros for the others.
+  static __device__ __forceinline__ void load_eight(const Stored& stored, std::int64_t index,
+                                                    int count, float (&x)[8]) {
+    if (count <= 0) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = 0.0f;
+    } else if (stored.type == DType::kFloat32) {
+      const auto* from = static_cast<const float*>(stored.data) + index;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = i < count ? from[i] : 0.0f;
+    } else {
+      const auto* from = static_cast<const std::uint16_t*>(stored.data) + index;
+      std::uint32_t bits[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) bits[i] = i < count ? from[i] : 0u;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = from_bits(bits[i], stored.type);
+    }
   }
 
   Mode mode_;
@@ -193,7 +227,8 @@ constexpr int pack_lines(const Packed& packed) {
 }
 
 // The first blocks take the lines, the last kMaskBlocks the mask, if it is needed.
-__global__ void __launch_bounds__(kPackThreads) pack_kernel(const __grid_constant__ PackParams params) {
+__global__ void __launch_bounds__(kPackThreads, 1) pack_kernel(const __grid_constant__ PackParams params) {
+  sm80::griddepcontrol_launch_dependents();
   const int thread = thread_index();
   const int line_blocks = pack_lines(params.packed) / kPackWarps;
   const int block = static_cast<int>(blockIdx.x);

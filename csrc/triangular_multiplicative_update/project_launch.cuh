@@ -17,9 +17,15 @@ void launch_project(const char* what, Mode mode, int tile, const ProjectParams& 
     using Kernel = Project<kMode, Shape<kRows, kChannels>, kBackward>;
     static_assert(sizeof(typename Kernel::Shared) <=
                   (parts(kMode) == 2 ? kTile.shared_bytes_split : kTile.shared_bytes));
-    launch(what, project_kernel<kMode, kRows, kChannels, kBackward>,
-           static_cast<unsigned>(ceil_div(params.count, kRows)), kThreads,
-           sizeof(typename Kernel::Shared), stream, params);
+    const auto blocks = static_cast<unsigned>(ceil_div(params.count, kRows));
+    constexpr std::size_t kShared = sizeof(typename Kernel::Shared);
+    if constexpr (kBackward) {
+      launch(what, project_kernel<kMode, kRows, kChannels, true>, blocks, kThreads, kShared, stream,
+             params);
+    } else {  // behind the kernel that packs
+      launch_dependent<project_kernel<kMode, kRows, kChannels, false>>(what, blocks, kThreads,
+                                                                       kShared, stream, params);
+    }
   });
 }
 

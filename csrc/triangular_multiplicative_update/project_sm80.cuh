@@ -101,8 +101,15 @@ struct Project {
   __device__ __forceinline__ void all() {
     Weights weights(shared.weights, thread);
     const auto source_of = [&](int step) { return source(step); };
+    RowNumbers<Shape> rows;
+    const Places places(p.sizes, first);
+    rows.load(p.pair, p.sizes, places, p.turned, thread);
+    rows.normalise(p.sizes.channels, p.eps, thread);
+    rows.template store<mode>(shared.rows, p.sizes.channels, thread,
+                              [](int, int) { return two_to(kNormalisedExponent); });
+    sm80::griddepcontrol_wait();  // up to here nothing packed was read, and nothing written
     weights.start(source_of);
-    prepare_rows();
+    prepare_factors(places);
 
     const auto a = Multiply::left(shared.rows, warp_row(), lane());
     Multiply product;
@@ -132,10 +139,7 @@ struct Project {
     sm80::cp_async_wait<0>();
   }
 
-  __device__ __forceinline__ void prepare_rows() {
-    const Places places(p.sizes, first);
-    RowNumbers<Shape> rows;
-    rows.load(p.pair, p.sizes, places, p.turned, thread);
+  __device__ __forceinline__ void prepare_factors(const Places& places) {
     float mask_scale = 1.0f;
     if (is_scaled(mode) && !kBackward) mask_scale = scale_mask();
     if (thread < kRows) {
@@ -150,9 +154,6 @@ struct Project {
       const int existing = place.column + 8 <= n ? 8 : place.column < n ? n - place.column : 0;
       shared.existing[eight] = place.line < p.sizes.batch * p.sizes.n ? existing : -1;
     }
-    rows.normalise(p.sizes.channels, p.eps, thread);
-    rows.template store<mode>(shared.rows, p.sizes.channels, thread,
-                              [](int, int) { return two_to(kNormalisedExponent); });
   }
 
   // For masks that exceed what the planes have room for; the first block tells the way back.
@@ -273,7 +274,7 @@ struct Project {
             reinterpret_cast<const std::uint16_t*>(shared.turned) +
             (part * kPieceChannels + channel) * kForwardPitch + eight * 8);
         if (existing < 8) word = first_of_eight(word, existing);
-        *reinterpret_cast<uint4*>(to + (from + channel) * pairs + first + eight * 8) = word;
+        sm80::store_global_16(to + (from + channel) * pairs + first + eight * 8, word);
       }
     }
   }
@@ -400,8 +401,13 @@ struct Project {
   }
 };
 
+// Blocks a multiprocessor that the registers are limited for.
+constexpr int project_blocks(Mode mode, bool backward) {
+  return mode == Mode::kSplit || (backward && mode != Mode::kBFloat16) ? 1 : 2;
+}
+
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads, mode == Mode::kSplit || kBackward ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, project_blocks(mode, kBackward))
     project_kernel(const __grid_constant__ ProjectParams params) {
   Project<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
 }

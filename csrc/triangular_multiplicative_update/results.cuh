@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_words(void* matrix, std::int64_t at,
                                             bool aligned) {
   auto* to = static_cast<std::uint16_t*>(matrix) + at;
   if (aligned && count >= 8) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    sm80::store_global_16(to, make_uint4(word[0], word[1], word[2], word[3]));
     return;
   }
 #pragma unroll
@@ -44,8 +44,12 @@ __device__ __forceinline__ void store_floats(void* matrix, std::int64_t at,
                                              const float (&number)[8], int count, bool aligned) {
   auto* to = static_cast<float*>(matrix) + at;
   if (aligned && count >= 8) {
-    reinterpret_cast<float4*>(to)[0] = make_float4(number[0], number[1], number[2], number[3]);
-    reinterpret_cast<float4*>(to)[1] = make_float4(number[4], number[5], number[6], number[7]);
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      sm80::store_global_16(
+          to + i, make_uint4(__float_as_uint(number[i]), __float_as_uint(number[i + 1]),
+                             __float_as_uint(number[i + 2]), __float_as_uint(number[i + 3])));
+    }
     return;
   }
 #pragma unroll

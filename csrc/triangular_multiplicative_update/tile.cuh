@@ -230,6 +230,8 @@ class RowNumbers {
   }
 
  private:
+  // Without branches around the loads, so that all of a thread are under way together: what does not
+  // exist reads the tensor's first numbers.
   template <class Load>
   __device__ __forceinline__ void load_as(const Pairs& pairs, const Sizes& sizes,
                                           const Places& places, bool turned, int thread, Load load) {
@@ -242,12 +244,16 @@ class RowNumbers {
 #pragma unroll
       for (int v = 0; v < Shape::kVectors; ++v) {
         const int c = channel(v, thread);
-        if (here && c < sizes.channels) {
-          load(at + c, sizes.channels - c, number[pass][v]);
-        } else {
+        load(c < sizes.channels ? at + c : 0, sizes.channels - c, number[pass][v]);
+      }
+    }
 #pragma unroll
-          for (int i = 0; i < 8; ++i) number[pass][v][i] = 0.0f;
-        }
+    for (int pass = 0; pass < Shape::kPasses; ++pass) {
+#pragma unroll
+      for (int v = 0; v < Shape::kVectors; ++v) {
+        const bool here = (exists >> pass & 1) && channel(v, thread) < sizes.channels;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) number[pass][v][i] = here ? number[pass][v][i] : 0.0f;
       }
     }
   }

@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_ops.triangular_multiplicative_update.composition import DIFFERENTIABLE
 
 _PLACES = 8  # lines of pairs are padded to a multiple of so many
-_ROWS = 1 << 17  # of pairs at a time: their matrices are small beside the planes, and fill a GPU
+_ROWS = 1 << 18  # of pairs at a time: their matrices are small beside the planes, and fill a GPU
 _INPUT_SIDE = DIFFERENTIABLE[:11]  # the pair and what comes before the contraction
 
 
@@ -70,9 +70,7 @@ class _Backward:
         self.grad = grad
         self.args = args
         pair = self.pair = args["pair"]
-        self.needed = {
-            name for name, need in zip(DIFFERENTIABLE, needs, strict=True) if need
-        }
+        self.needed = {name for name, need in zip(DIFFERENTIABLE, needs, strict=True) if need}
         self.n, self.channels = pair.shape[-2:]
         self.hidden = args["proj_a_weight"].shape[0]
         self.pitch = -(-self.n // _PLACES) * _PLACES
@@ -88,20 +86,27 @@ class _Backward:
         self.brain = self.dtype == torch.bfloat16
         self.wide = torch.bfloat16 if self.brain else torch.float32
         self.results: dict[str, Tensor] = {}
+        self.parameters = self._in_fp32(args)
+
+    def _in_fp32(self, args: dict[str, Any]) -> dict[str, Tensor]:
+        """The parameters in fp32, by name; a missing bias is zeros."""
+        names = DIFFERENTIABLE[1:]
+        values = {name: args[name] for name in names}
+        for name, value in values.items():
+            if value is None:
+                weight = args[name.replace("_bias", "_weight")]
+                values[name] = torch.zeros(weight.shape[0], device=weight.device)
+        wide = {n: v for n, v in values.items() if v.dtype != torch.float32}
+        casts = [torch.empty(v.shape, device=v.device) for v in wide.values()]
+        if casts:
+            torch._foreach_copy_(casts, list(wide.values()))
+        return values | dict(zip(wide, casts, strict=True))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.pair.device)
 
     def needs(self, *names: str) -> bool:
         return not self.needed.isdisjoint(names)
-
-    def parameter(self, name: str) -> Tensor:
-        """A parameter in fp32; a missing bias is zeros."""
-        value = self.args[name]
-        if value is None:
-            weight = self.args[name.replace("_bias", "_weight")]
-            return torch.zeros(weight.shape[0], device=weight.device)
-        return value.float()
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """(first pair, number of pairs): whole lines."""
@@ -131,11 +136,13 @@ class _Backward:
             da, db, undo = self.contraction(packed, o, a, b)
             del o, a, b
             self.input_side(packed, da, db, undo, through_gate)
-        return [
-            self.results[name].to(self.args[name].dtype).contiguous()
-            for name in DIFFERENTIABLE
-            if name in self.needed
-        ]
+        wanted = [name for name in DIFFERENTIABLE if name in self.needed]
+        grads = {name: self.results[name] for name in wanted}
+        # A tensor of its own for each, in its parameter's dtype.
+        own = {n: torch.empty_like(self.args[n]) for n in wanted if n != "pair"}
+        if own:
+            torch._foreach_copy_(list(own.values()), [grads[name] for name in own])
+        return [own.get(name, grads[name]) for name in wanted]
 
     # Output side --------------------------------------------------------------------------------
 
@@ -144,13 +151,13 @@ class _Backward:
 
         Returns what came through the output gate, in its rows, for all pairs.
         """
-        norm = self.parameter("layer_norm_out_weight")
-        weight = self.parameter("out_proj_weight")
+        norm = self.parameters["layer_norm_out_weight"]
+        weight = self.parameters["out_proj_weight"]
         folded = (weight * norm).to(self.dtype)
-        gate_weight = self.parameter("out_gate_weight")
+        gate_weight = self.parameters["out_gate_weight"]
         gate_folded = gate_weight
         if self.gate_normalized:
-            gate_folded = gate_weight * self.parameter("layer_norm_in_weight")
+            gate_folded = gate_weight * self.parameters["layer_norm_in_weight"]
         gate_folded = gate_folded.to(self.dtype)
         self.largest = None
         if not self.brain and input_side:
@@ -162,50 +169,46 @@ class _Backward:
         )
         need_gate = need_gate or self.gate_normalized and self.needs("pair")
         need_proj = self.needs("out_proj_weight", "layer_norm_out_weight")
-        through_gate = self.empty(self.pairs, self.channels) if need_pair else None
         plain = (
             self.n == self.pitch
             and self.pair.is_contiguous()
             and self.pair.dtype == self.dtype
             and not self.gate_normalized
         )
+        gate_input = None
+        if need_gate:
+            gate_input = self.pair if plain else self.empty(self.pairs, self.channels)
+            gate_input = gate_input.view(-1, self.channels)
+        d_gate = self.empty(self.pairs, self.channels)
 
-        proj_sums, gate_sums = [], []
-        columns = []
+        proj_sums, columns = [], []
         for first, count in self.chunks():
+            chunk = slice(first, first + count)
             d_proj = self.empty(count, self.channels)
-            d_gate = self.empty(count, self.channels)
             normalised = self.empty(count, self.hidden)
-            gate_input = None
-            if need_gate and not plain:
-                gate_input = self.empty(count, self.channels)
             sums = self.column_sums(count, 2 * self.channels)
+            kept = None if plain or gate_input is None else gate_input[chunk]
             _stage("output_backward")(
                 self.pair, *self.plan, self.gate_normalized, self.eps, packed, o, self.grad,
-                first, count, d_proj, d_gate, normalised, gate_input, sums,
+                first, count, d_proj, d_gate[chunk], normalised, kept, sums,
             )  # fmt: skip
             columns.append(sums.sum(0))
             if need_proj:
                 proj_sums.append(_sum_over_rows(d_proj, normalised, self.precision))
-            if need_gate:
-                if gate_input is None:
-                    gate_input = self.pair.view(-1, self.channels)[first : first + count]
-                gate_sums.append(_sum_over_rows(d_gate, gate_input, self.precision))
-            del normalised, gate_input
-            if through_gate is not None:
-                through_gate[first : first + count] = _matmul(d_gate, gate_folded, self.precision)
             if input_side:
                 d_normalised = _matmul(d_proj, folded, self.precision)
                 _stage("norm_out_backward")(
                     self.pair, *self.plan, self.eps, packed, d_normalised, first, count, o,
                     self.largest,
                 )  # fmt: skip
+                del d_normalised
+            del d_proj, normalised
 
-        bias = torch.stack(columns).sum(0)
+        bias = _total(columns)
         d_proj_bias, d_gate_bias = bias[: self.channels], bias[self.channels :]
         self.results["out_proj_bias"] = d_proj_bias
         self.results["out_gate_bias"] = d_gate_bias
-        norm_bias = self.parameter("layer_norm_out_bias")
+        norm_bias = self.parameters["layer_norm_out_bias"]
         self.results["layer_norm_out_bias"] = d_proj_bias @ weight
         if need_proj:
             product = _total(proj_sums)
@@ -213,14 +216,16 @@ class _Backward:
             self.results["layer_norm_out_weight"] = (weight * product).sum(0)
         self.gate_sums = None
         if need_gate:
-            product = _total(gate_sums)
+            assert gate_input is not None
+            product = _sum_over_rows(d_gate, gate_input, self.precision)
+            del gate_input
             if self.gate_normalized:
                 self.gate_sums = _Sums(product, d_gate_bias)
-                product = product * self.parameter("layer_norm_in_weight") + torch.outer(
-                    d_gate_bias, self.parameter("layer_norm_in_bias")
+                product = product * self.parameters["layer_norm_in_weight"] + torch.outer(
+                    d_gate_bias, self.parameters["layer_norm_in_bias"]
                 )
             self.results["out_gate_weight"] = product
-        return through_gate
+        return _matmul(d_gate, gate_folded, self.precision) if need_pair else None
 
     def column_sums(self, count: int, columns: int) -> Tensor:
         """Room for a row of column sums from each block of ``count`` pairs."""
@@ -270,8 +275,8 @@ class _Backward:
     ) -> None:
         """Gradients of what comes before the contraction."""
         order = ("proj_a", "gate_a", "proj_b", "gate_b")  # of the columns of the gradient
-        weight = torch.cat([self.parameter(f"{name}_weight") for name in order])
-        norm = self.parameter("layer_norm_in_weight")
+        weight = torch.cat([self.parameters[f"{name}_weight"] for name in order])
+        norm = self.parameters["layer_norm_in_weight"]
         folded = (weight * norm).to(self.dtype)
         weights = [f"{name}_weight" for name in order]
         need_sums = self.needs(*weights, "layer_norm_in_weight")
@@ -297,10 +302,10 @@ class _Backward:
                     d_normalised, through_gate, first, count, d_pair,
                 )  # fmt: skip
                 self.results["pair"] = d_pair
-        bias = torch.stack(columns).sum(0)
+        bias = _total(columns)
         for name, part in zip(order, bias.chunk(4), strict=True):
             self.results[f"{name}_bias"] = part
-        norm_bias = self.parameter("layer_norm_in_bias")
+        norm_bias = self.parameters["layer_norm_in_bias"]
         d_norm_bias = bias @ weight
         if need_sums:
             product = _total(products)
@@ -309,10 +314,10 @@ class _Backward:
                 self.results[name] = part
             d_norm = (weight * product).sum(0)
             if self.gate_sums is not None:
-                d_norm += (self.parameter("out_gate_weight") * self.gate_sums.product).sum(0)
+                d_norm += (self.parameters["out_gate_weight"] * self.gate_sums.product).sum(0)
             self.results["layer_norm_in_weight"] = d_norm
         if self.gate_sums is not None:
-            d_norm_bias += self.gate_sums.bias @ self.parameter("out_gate_weight")
+            d_norm_bias += self.gate_sums.bias @ self.parameters["out_gate_weight"]
         self.results["layer_norm_in_bias"] = d_norm_bias
 
 

@@ -101,6 +101,14 @@ inline void cp_async_4(void* shared, const void* global, int bytes,
   emulation::copy_async<4>("cp_async_4", shared, global, bytes, site);
 }
 
+inline void store_global_16(void* global, const uint4& words,
+                            emulation::Site site = emulation::Site::here()) {
+  if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {
+    emulation::fault("store_global_16: the address is not aligned", site);
+  }
+  *static_cast<uint4*>(global) = words;
+}
+
 inline void cp_async_commit() {
   emulation::copies().commit();
 }
