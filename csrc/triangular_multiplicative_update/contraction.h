@@ -24,6 +24,14 @@ inline void multiply_matrices(const Tensor& a, const Tensor& b, const Tensor& ou
   }
 }
 
+// The kernels of the plan.
+#if FUSED_OPS_HAS_SM90A
+#define FUSED_OPS_RUN(name, problem, chosen, stream) \
+  ((chosen).hopper_rows ? name##_sm90a(problem, stream) : name##_sm80(problem, stream))
+#else
+#define FUSED_OPS_RUN(name, problem, chosen, stream) name##_sm80(problem, stream)
+#endif
+
 inline void contract_split(const ContractProblem& contract, bool hopper, CUstream_st* stream) {
 #if FUSED_OPS_HAS_SM90A
   if (hopper) return contract_sm90a(contract, stream);

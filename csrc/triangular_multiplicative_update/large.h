@@ -23,6 +23,8 @@ constexpr bool needs_largest(const Mask& mask, Mode mode) {
 
 void pack_sm80(const PackProblem& problem, CUstream_st* stream);
 
+// The launchers for sm_90a take the tile of 128 rows alone.
+
 // LayerNorm, the four input projections, gates and mask. Channels first_block * 64 on, `blocks` * 64
 // of them (fewer at the end), into planes that begin with the first of these.
 struct ProjectProblem {
@@ -41,6 +43,7 @@ struct ProjectProblem {
 };
 
 void project_sm80(const ProjectProblem& problem, CUstream_st* stream);
+void project_sm90a(const ProjectProblem& problem, CUstream_st* stream);
 
 // The same up to the gates, then backward from da and db to the projections' results. Of pairs
 // first_pair to first_pair + count - 1, a multiple of the tile's rows or up to the last pair.
@@ -72,6 +75,7 @@ constexpr std::int64_t row_blocks(int tile, std::int64_t count) {
 }
 
 void project_backward_sm80(const ProjectBackwardProblem& problem, CUstream_st* stream);
+void project_backward_sm90a(const ProjectBackwardProblem& problem, CUstream_st* stream);
 
 // LayerNorm of o, output projection, output gate.
 struct OutputProblem {
@@ -87,6 +91,7 @@ struct OutputProblem {
 };
 
 void output_sm80(const OutputProblem& problem, CUstream_st* stream);
+void output_sm90a(const OutputProblem& problem, CUstream_st* stream);
 
 // The same up to the gate, then backward from the result's gradient.
 struct OutputBackwardProblem {
@@ -110,6 +115,7 @@ struct OutputBackwardProblem {
 };
 
 void output_backward_sm80(const OutputBackwardProblem& problem, CUstream_st* stream);
+void output_backward_sm90a(const OutputBackwardProblem& problem, CUstream_st* stream);
 
 // The type of a mode's results and of the matrices of its backward.
 constexpr DType type_of(Mode mode) {

@@ -7,6 +7,40 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
+inline OutputParams params_of(const OutputProblem& problem) {
+  OutputParams params;
+  params.sizes = problem.sizes;
+  params.eps = problem.eps;
+  params.gate_normalized = problem.gate_normalized;
+  params.pair = problem.pair;
+  params.workspace = static_cast<unsigned char*>(const_cast<void*>(problem.packed));
+  params.packed = Packed::of(problem.sizes, problem.mode);
+  params.o = problem.o;
+  params.count = problem.sizes.pairs();
+  params.out = problem.out;
+  return params;
+}
+
+inline OutputParams params_of(const OutputBackwardProblem& problem) {
+  OutputParams params;
+  params.sizes = problem.sizes;
+  params.eps = problem.eps;
+  params.gate_normalized = problem.gate_normalized;
+  params.pair = problem.pair;
+  params.workspace = static_cast<unsigned char*>(const_cast<void*>(problem.packed));
+  params.packed = Packed::of(problem.sizes, problem.mode);
+  params.o = problem.o;
+  params.out_grad = problem.out_grad;
+  params.first_pair = problem.first_pair;
+  params.count = problem.count;
+  params.out_proj_grad = problem.out_proj_grad;
+  params.gate_grad = problem.gate_grad;
+  params.normalised = problem.normalised;
+  params.gate_input = problem.gate_input;
+  params.sums = problem.sums;
+  return params;
+}
+
 template <bool kBackward>
 void launch_output(const char* what, Mode mode, int tile, const OutputParams& params, CUstream_st* stream) {
   if (params.count == 0) return;

@@ -70,6 +70,7 @@ struct ColumnNumbers {
         }
       });
     }
+    if (existing == 2 && hidden == Shape::kInnerMost) return;
 #pragma unroll
     for (int m = 0; m < kEights; ++m) {
 #pragma unroll
@@ -126,18 +127,18 @@ struct ColumnNumbers {
   }
 };
 
-template <Mode mode, class Shape, bool kBackward>
+// `Multiply`: WarpProduct, or what serves in its place on a newer architecture.
+template <Mode mode, class Shape, bool kBackward,
+          class Multiply =
+              WarpProduct<mode, Shape::kRows, kPieceChannels, Shape::kRows >= 64 ? 4 : 2>>
 struct Output {
   static constexpr int kRows = Shape::kRows;
   static constexpr int kParts = parts(mode);
   static constexpr int kStages = 3;
-  static constexpr int kWarpsDown = kRows >= 64 ? 4 : 2;
-  static constexpr int kWarpsAcross = kWarps / kWarpsDown;
-  static constexpr int kWarpRows = kRows / kWarpsDown;
-  static constexpr int kWarpColumns = kPieceChannels / kWarpsAcross;
-  static constexpr int kRowTiles = kWarpRows / 16;
-  static constexpr int kColumnTiles = kWarpColumns / 8;
-  using Multiply = WarpProduct<mode, kRowTiles, kColumnTiles>;
+  static constexpr int kRowTiles = Multiply::kRowTiles;
+  static constexpr int kColumnTiles = Multiply::kColumnTiles;
+  static constexpr int kTilesAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
+  static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same columns
   using Weights = Ring<kPieceChannels * kLineBytes * kParts, kStages>;
   using Columns = ColumnNumbers<mode, Shape>;
   static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
@@ -148,7 +149,7 @@ struct Output {
     unsigned char weights[Weights::kSize];
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
-    float sums[kBackward ? kWarpsDown : 1][kBackward ? 2 * kPieceChannels : 1];
+    float sums[kBackward ? kRowGroups : 1][kBackward ? 2 * kPieceChannels : 1];
   };
 
   const OutputParams& p;
@@ -163,12 +164,6 @@ struct Output {
   }
 
   __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int warp_row() const {
-    return thread / 32 / kWarpsAcross * kWarpRows;
-  }
-  __device__ __forceinline__ int warp_column() const {
-    return thread / 32 % kWarpsAcross * kWarpColumns;
-  }
   __device__ __forceinline__ const float* floats(std::int64_t offset) const {
     return reinterpret_cast<const float*>(p.workspace + offset);
   }
@@ -195,24 +190,24 @@ struct Output {
     prepare_o(places);
     prepare_pair(places);
 
-    const auto pair = Multiply::left(shared.pair, warp_row(), lane());
-    const auto o = Multiply::left(shared.o, warp_row(), lane());
+    const auto pair = Multiply::left(shared.pair, thread);
+    const auto o = Multiply::left(shared.o, thread);
     constexpr int kBlock = kParts * kRows * kLineBytes;
     Multiply gate, projected;
     int step = 0;
     for (int piece = 0; piece < p.packed.channel_blocks; ++piece) {
       gate.clear();
       for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of);
+        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
         if (kBackward && step == 0) store_normalised();
         gate.multiply(pair + block * kBlock, kRows * kLineBytes,
-                      Multiply::right(lines, warp_column(), lane()), kPieceChannels * kLineBytes);
+                      Multiply::right(lines, thread), kPieceChannels * kLineBytes);
       }
       projected.clear();
       for (int block = 0; block < p.packed.hidden_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of);
+        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
         projected.multiply(o + block * kBlock, kRows * kLineBytes,
-                           Multiply::right(lines, warp_column(), lane()),
+                           Multiply::right(lines, thread),
                            kPieceChannels * kLineBytes);
       }
       finish(gate, projected, places, piece * kPieceChannels);
@@ -320,29 +315,42 @@ struct Output {
 
   __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
                                          const Places& places, int begin) {
-    const int t = lane() % 4, g = lane() / 4;
-    Vectors v[kColumnTiles];
 #pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      v[j] = vectors_of(begin + warp_column() + j * 8 + 2 * t);
+    for (int tile = 0; tile < kColumnTiles; tile += kTilesAtOnce) {
+      finish(gate, projected, places, begin, tile);
     }
-    float sums[2][kColumnTiles][2] = {};
+    if constexpr (kBackward) {
+      __syncthreads();
+      add_columns(begin);
+    }
+  }
+
+  // Of kTilesAtOnce column tiles.
+  __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
+                                         const Places& places, int begin, int tile) {
+    constexpr int kTiles = kTilesAtOnce;
+    const int t = lane() % 4, g = lane() / 4;
+    const int column = Multiply::column(thread) + tile * 8;  // the first in the piece
+    Vectors v[kTiles];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) v[j] = vectors_of(begin + column + j * 8 + 2 * t);
+    float sums[2][kTiles][2] = {};
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_row() + i * 16 + half * 8 + g;
+        const int row = Multiply::row(thread) + i * 16 + half * 8 + g;
         const Place place = places(row);
         const bool exists = places.exists(place);
         const float row_undo = is_scaled(mode) ? shared.undo[row] : 1.0f;
-        float s[kColumnTiles][2], r[kColumnTiles][2];
+        float s[kTiles][2], r[kTiles][2];
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const int e = half * 2 + x;
             const auto pick = [x](const float2& two) { return x == 0 ? two.x : two.y; };
-            float a = gate.total[i][j][e], b = projected.total[i][j][e];
+            float a = gate.total[i][tile + j][e], b = projected.total[i][tile + j][e];
             if (is_scaled(mode)) {
               a = a * row_undo * pick(v[j].gate_undo);
               b = b * pick(v[j].undo);
@@ -352,35 +360,50 @@ struct Output {
           }
         }
         if constexpr (kBackward) {
-          turn_back(s, r, sums, place, row, exists, begin);
+          turn_back(s, r, sums, place, row, exists, begin + column);
         } else {
 #pragma unroll
-          for (int j = 0; j < kColumnTiles; ++j) {
+          for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int x = 0; x < 2; ++x) r[j][x] *= s[j][x];
           }
           const std::int64_t at =
               exists ? (place.line * p.sizes.n + place.column) * p.sizes.channels : 0;
-          store_row(r, p.out, at, exists, begin);
+          store_row(r, p.out, at, exists, begin + column);
         }
       }
     }
-    if constexpr (kBackward) add_columns(sums, begin);
+    if constexpr (kBackward) {
+      // Over the warp's rows, in a fixed order.
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const float sum = over_rows(sums[kind][j][x]);
+            const int at = kind * kPieceChannels + column + j * 8 + 2 * t + x;
+            const int group = Multiply::row(thread) / (kRowTiles * 16);
+            if (lane() < 4) shared.sums[group][at] = sum;
+          }
+        }
+      }
+    }
   }
 
   // A row's results of the warp's columns, the row beginning at element `at`.
-  __device__ __forceinline__ void store_row(const float (&number)[kColumnTiles][2], void* matrix,
+  __device__ __forceinline__ void store_row(const float (&number)[kTilesAtOnce][2], void* matrix,
                                             std::int64_t at, bool exists, int begin) const {
     const int channels = p.sizes.channels;
     const bool aligned = channels % 8 == 0;
-    if constexpr (kColumnTiles == 4) {
-      const int channel = begin + warp_column() + lane() % 4 * 8;
+    if constexpr (kTilesAtOnce == 4) {
+      const int channel = begin + lane() % 4 * 8;
       store_quad<mode>(number, matrix, at + channel, exists ? channels - channel : 0, aligned,
                        lane());
     } else {
-      static_assert(kColumnTiles == 2);
+      static_assert(kTilesAtOnce == 2);
       const float four[4][2] = {{number[0][0], number[0][1]}, {number[1][0], number[1][1]}, {}, {}};
-      const int channel = begin + warp_column() + lane() % 4 * 8;
+      const int channel = begin + lane() % 4 * 8;
       const bool here = exists && lane() % 4 < 2;
       store_quad<mode>(four, matrix, at + channel, here ? channels - channel : 0, aligned, lane());
     }
@@ -388,15 +411,15 @@ struct Output {
 
   // Backward -------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void turn_back(const float (&s)[kColumnTiles][2],
-                                            const float (&r)[kColumnTiles][2],
-                                            float (&sums)[2][kColumnTiles][2], const Place& place,
+  __device__ __forceinline__ void turn_back(const float (&s)[kTilesAtOnce][2],
+                                            const float (&r)[kTilesAtOnce][2],
+                                            float (&sums)[2][kTilesAtOnce][2], const Place& place,
                                             int row, bool exists, int begin) const {
-    float projected[kColumnTiles][2], gate[kColumnTiles][2];
+    float projected[kTilesAtOnce][2], gate[kTilesAtOnce][2];
     const std::int64_t from = exists ? offset_of(p.out_grad, p.sizes, place, false) : 0;
 #pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      const int channel = begin + warp_column() + j * 8 + lane() % 4 * 2;
+    for (int j = 0; j < kTilesAtOnce; ++j) {
+      const int channel = begin + j * 8 + lane() % 4 * 2;
       const float2 grad = two_of(p.out_grad, from + channel,
                                  exists ? p.sizes.channels - channel : 0);
 #pragma unroll
@@ -426,28 +449,15 @@ struct Output {
                        count >= 2 ? load_number(pairs.data, pairs.type, at + 1) : 0.0f);
   }
 
-  __device__ __forceinline__ void add_columns(float (&sums)[2][kColumnTiles][2], int begin) {
-#pragma unroll
-    for (int kind = 0; kind < 2; ++kind) {
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          const float sum = over_rows(sums[kind][j][x]);
-          const int column = kind * kPieceChannels + warp_column() + j * 8 + lane() % 4 * 2 + x;
-          if (lane() < 4) shared.sums[thread / 32 / kWarpsAcross][column] = sum;
-        }
-      }
-    }
-    __syncthreads();
+  // The sums over the block's rows.
+  __device__ __forceinline__ void add_columns(int begin) {
     const int channel = begin + thread % kPieceChannels;
-    if (thread < 2 * kPieceChannels && channel < p.sizes.channels) {
-      float sum = 0.0f;
+    if (thread >= 2 * kPieceChannels || channel >= p.sizes.channels) return;
+    float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kWarpsDown; ++i) sum += shared.sums[i][thread];
-      p.sums[static_cast<std::int64_t>(blockIdx.x) * (2 * p.sizes.channels) +
-             thread / kPieceChannels * p.sizes.channels + channel] = sum;
-    }
+    for (int i = 0; i < kRowGroups; ++i) sum += shared.sums[i][thread];
+    p.sums[static_cast<std::int64_t>(blockIdx.x) * (2 * p.sizes.channels) +
+           thread / kPieceChannels * p.sizes.channels + channel] = sum;
   }
 };
 

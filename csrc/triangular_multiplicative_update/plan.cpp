@@ -31,19 +31,14 @@ Mode mode_of(const Problem& problem) {
   return problem.precision == Precision::kTf32 ? Mode::kTf32 : Mode::kSplit;
 }
 
-const char* name_of(Mode mode, bool hopper) {
-  switch (mode) {
-    case Mode::kBFloat16:
-      return "project_sm80, cuBLAS (bf16), output_sm80";
-    case Mode::kFloat16:
-      return "project_sm80, cuBLAS (fp16), output_sm80";
-    case Mode::kTf32:
-      return "project_sm80, cuBLAS (scaled fp16), output_sm80";
-    case Mode::kSplit:
-      break;
-  }
-  return hopper ? "project_sm80, contract_sm90a, output_sm80"
-                : "project_sm80, contract_sm80, output_sm80";
+std::string name_of(const Choice& choice) {
+  const std::string arch = choice.hopper_rows ? "sm90a" : "sm80";
+  const char* contraction = choice.mode == Mode::kBFloat16  ? "cuBLAS (bf16)"
+                            : choice.mode == Mode::kFloat16 ? "cuBLAS (fp16)"
+                            : choice.mode == Mode::kTf32    ? "cuBLAS (scaled fp16)"
+                            : choice.hopper                 ? "contract_sm90a"
+                                                            : "contract_sm80";
+  return "project_" + arch + ", " + contraction + ", output_" + arch;
 }
 
 // Bytes of o, and of 64 channels of a and b.
@@ -136,7 +131,8 @@ Choice choose(const Problem& problem) {
                             problem.device);
   choice.hopper = split && sizes.n > 64 && build_runs_sm90a_on(problem.device);
   choice.group = choose_group(problem, choice.mode, &choice.plan.workspace_bytes);
-  choice.plan.kernel = name_of(choice.mode, choice.hopper);
+  choice.hopper_rows = choice.tile == 0 && build_runs_sm90a_on(problem.device);
+  choice.plan.kernel = name_of(choice);
   const Tile& tile = kTiles[choice.tile];
   choice.plan.tile = {tile.rows, tile.channels, kInner};
   const int groups = static_cast<int>(

@@ -7,6 +7,47 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
+inline ProjectParams params_of(const ProjectProblem& problem) {
+  ProjectParams params;
+  params.sizes = problem.sizes;
+  params.turned = !problem.outgoing;
+  params.eps = problem.eps;
+  params.pair = problem.pair;
+  params.mask = problem.mask;
+  params.needs_largest = needs_largest(problem.mask, problem.mode);
+  params.workspace = static_cast<unsigned char*>(const_cast<void*>(problem.packed));
+  params.packed = Packed::of(problem.sizes, problem.mode);
+  params.first_block = problem.first_block;
+  params.blocks = problem.blocks;
+  for (int part = 0; part < 2; ++part) {
+    params.plane[0][part] = problem.a[part];
+    params.plane[1][part] = problem.b[part];
+  }
+  params.count = problem.sizes.pairs();
+  return params;
+}
+
+inline ProjectParams params_of(const ProjectBackwardProblem& problem) {
+  ProjectParams params;
+  params.sizes = problem.sizes;
+  params.turned = !problem.outgoing;
+  params.eps = problem.eps;
+  params.pair = problem.pair;
+  params.mask = problem.mask;
+  params.workspace = static_cast<unsigned char*>(const_cast<void*>(problem.packed));
+  params.packed = Packed::of(problem.sizes, problem.mode);
+  params.blocks = params.packed.hidden_blocks;
+  params.first_pair = problem.first_pair;
+  params.count = problem.count;
+  params.plane_grad[0] = problem.da;
+  params.plane_grad[1] = problem.db;
+  params.grad_undo = problem.grad_undo;
+  params.grad = problem.grad;
+  params.normalised = problem.normalised;
+  params.sums = problem.sums;
+  return params;
+}
+
 template <bool kBackward>
 void launch_project(const char* what, Mode mode, int tile, const ProjectParams& params, CUstream_st* stream) {
   if (params.count == 0) return;

@@ -36,15 +36,17 @@ struct ProjectParams {
   float* sums = nullptr;
 };
 
-template <Mode mode, class Shape, bool kBackward>
+// `Multiply`: WarpProduct, or what serves in its place on a newer architecture.
+template <Mode mode, class Shape, bool kBackward,
+          class Multiply = WarpProduct<mode, Shape::kRows, kProjectLines, 2>>
 struct Project {
   static constexpr int kRows = Shape::kRows;
   static constexpr int kParts = parts(mode);
   static constexpr int kStages = mode == Mode::kSplit ? 2 : 3;
-  static constexpr int kWarpRows = kRows / 2;
-  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kRowTiles = Multiply::kRowTiles;
+  static constexpr int kQuads = Multiply::kColumnTiles / 4;  // of 16 channels: gate, projection, ...
+  static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same channels
   static constexpr int kPlaneBytes = mode == Mode::kBFloat16 ? 2 : 4;  // of a gradient's number
-  using Multiply = WarpProduct<mode, kRowTiles, 4>;
   using Weights = Ring<kProjectLines * kLineBytes * kParts, kStages>;
 
   // Channels of a piece along the rows; the distance between channels avoids bank conflicts.
@@ -60,7 +62,7 @@ struct Project {
     alignas(16) unsigned char turned[kTurnedBytes];
     float factor[kRows];
     int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
-    float sums[kBackward ? 2 : 1][kBackward ? kProjectLines : 1];
+    float sums[kBackward ? kRowGroups : 1][kBackward ? kProjectLines : 1];
   };
 
   const ProjectParams& p;
@@ -75,8 +77,10 @@ struct Project {
   }
 
   __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int warp_row() const { return thread / 128 * kWarpRows; }
-  __device__ __forceinline__ int warp_across() const { return thread / 32 % 4; }
+  // Of a quad's channels in the piece, the first.
+  __device__ __forceinline__ int quad_channel(int quad) const {
+    return Multiply::column(thread) / 2 + quad * 16;
+  }
 
   // The piece of weights of a step: all blocks of the inner axis of the first 64 channels of a, ...
   __device__ __forceinline__ const unsigned char* source(int step) const {
@@ -111,20 +115,19 @@ struct Project {
     weights.start(source_of);
     prepare_factors(places);
 
-    const auto a = Multiply::left(shared.rows, warp_row(), lane());
+    const auto a = Multiply::left(shared.rows, thread);
     Multiply product;
     int step = 0;
     for (int piece = 0; piece < 2 * p.blocks; ++piece) {
       product.clear();
       for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of);
+        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
         if (kBackward && block == 0) {
           if (piece == 0) store_normalised();
           copy_plane_grad(piece);
         }
         product.multiply(a + block * (kParts * kRows * kLineBytes), kRows * kLineBytes,
-                         Multiply::right(lines, warp_across() * 32, lane()),
-                         kProjectLines * kLineBytes);
+                         Multiply::right(lines, thread), kProjectLines * kLineBytes);
       }
       if constexpr (kBackward) {
         sm80::cp_async_wait<0>();
@@ -180,9 +183,10 @@ struct Project {
     float2 gate_undo[2], gate_bias[2], undo[2], bias[2];
   };
 
-  __device__ __forceinline__ Channels channels_of(int piece) const {
+  __device__ __forceinline__ Channels channels_of(int piece, int quad) const {
     Channels c;
-    const int line = block_of(piece) * kProjectLines + warp_across() * 32 + lane() % 4 * 2;
+    const int line =
+        block_of(piece) * kProjectLines + 2 * quad_channel(quad) + lane() % 4 * 2;
     const auto two = [&](std::int64_t offset, int at) {
       return *reinterpret_cast<const float2*>(floats(offset) + at);
     };
@@ -205,41 +209,52 @@ struct Project {
 
   // Gates, mask; into shared memory, channel by channel.
   __device__ __forceinline__ void turn(const Multiply& product, int piece) {
-    const Channels c = channels_of(piece);
-    const int t = lane() % 4, g = lane() / 4;
-    float2 scale[2];
-    if (is_scaled(mode)) {
-      const int channel = block_of(piece) * kPieceChannels + warp_across() * 16 + 2 * t;
-      const float* scales = floats(p.packed.plane_scale);
-      scale[0] = *reinterpret_cast<const float2*>(scales + channel);
-      scale[1] = *reinterpret_cast<const float2*>(scales + channel + 8);
-    }
+    const int g = lane() / 4;
+    float factor[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
+      factor[i][0] = shared.factor[Multiply::row(thread) + i * 16 + g];
+      factor[i][1] = shared.factor[Multiply::row(thread) + i * 16 + 8 + g];
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = warp_row() + i * 16 + half * 8 + g;
-        const float factor = shared.factor[row];
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const Channels c = channels_of(piece, quad);
+      const int first_channel = quad_channel(quad) + 2 * (lane() % 4);
+      float2 scale[2];
+      if (is_scaled(mode)) {
+        const float* scales =
+            floats(p.packed.plane_scale) + block_of(piece) * kPieceChannels + first_channel;
+        scale[0] = *reinterpret_cast<const float2*>(scales);
+        scale[1] = *reinterpret_cast<const float2*>(scales + 8);
+      }
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float value[2];
+      for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-          for (int x = 0; x < 2; ++x) {
-            const int e = half * 2 + x;
-            const float gate = finish(product.total[i][2 * j][e], c.gate_undo[j], c.gate_bias[j], e);
-            const float projected = finish(product.total[i][2 * j + 1][e], c.undo[j], c.bias[j], e);
-            value[x] = projected * sigmoid<mode>(gate) * factor;
-            if (is_scaled(mode)) value[x] *= x == 0 ? scale[j].x : scale[j].y;
+        for (int half = 0; half < 2; ++half) {
+          const int row = Multiply::row(thread) + i * 16 + half * 8 + g;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const auto& gates = product.total[i][4 * quad + 2 * j];
+            const auto& projections = product.total[i][4 * quad + 2 * j + 1];
+            float value[2];
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+              const int e = half * 2 + x;
+              const float gate = finish(gates[e], c.gate_undo[j], c.gate_bias[j], e);
+              const float projected = finish(projections[e], c.undo[j], c.bias[j], e);
+              value[x] = projected * sigmoid<mode>(gate) * factor[i][half];
+              if (is_scaled(mode)) value[x] *= x == 0 ? scale[j].x : scale[j].y;
+            }
+            const int channel = first_channel + j * 8 + g % 2;
+            std::uint32_t hi, lo;
+            if (mode == Mode::kSplit) {
+              sm80::split_pair(value[0], value[1], &hi, &lo);
+              put_turned(1, channel, row, lo);
+            } else {
+              hi = pack_16<mode>(value[0], value[1]);
+            }
+            put_turned(0, channel, row, hi);
           }
-          const int channel = warp_across() * 16 + j * 8 + 2 * t + g % 2;
-          std::uint32_t hi, lo;
-          if (mode == Mode::kSplit) {
-            sm80::split_pair(value[0], value[1], &hi, &lo);
-            put_turned(1, channel, row, lo);
-          } else {
-            hi = pack_16<mode>(value[0], value[1]);
-          }
-          put_turned(0, channel, row, hi);
         }
       }
     }
@@ -326,11 +341,18 @@ struct Project {
 
   // From the gradients of a plane to those of projection and gate before its sigmoid.
   __device__ __forceinline__ void turn_back(const Multiply& product, int piece) {
-    const Channels c = channels_of(piece);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) turn_back(product, piece, quad);
+    __syncthreads();
+    add_columns(piece);
+  }
+
+  __device__ __forceinline__ void turn_back(const Multiply& product, int piece, int quad) {
+    const Channels c = channels_of(piece, quad);
     const int t = lane() % 4, g = lane() / 4;
     const int hidden = p.sizes.hidden;
     const int plane = piece / p.blocks;
-    const int begin = piece % p.blocks * kPieceChannels + warp_across() * 16;
+    const int begin = piece % p.blocks * kPieceChannels + quad_channel(quad);
     float sums[2][2][2] = {};  // [projection, gate][column tile][channel]
     float undo[2][2];
 #pragma unroll
@@ -342,20 +364,22 @@ struct Project {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_row() + i * 16 + half * 8 + g;
+        const int row = Multiply::row(thread) + i * 16 + half * 8 + g;
         const float factor = shared.factor[row];
         const bool exists = row % 8 < shared.existing[row / 8];
         float number[4][2];  // of projection: column tiles 0, 1; of the gate: 0, 1
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+          const auto& gates = product.total[i][4 * quad + 2 * j];
+          const auto& projections = product.total[i][4 * quad + 2 * j + 1];
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const int e = half * 2 + x;
-            const float gate = finish(product.total[i][2 * j][e], c.gate_undo[j], c.gate_bias[j], e);
-            const float projected = finish(product.total[i][2 * j + 1][e], c.undo[j], c.bias[j], e);
+            const float gate = finish(gates[e], c.gate_undo[j], c.gate_bias[j], e);
+            const float projected = finish(projections[e], c.undo[j], c.bias[j], e);
             const float s = sigmoid<mode>(gate);
-            const float d =
-                plane_grad(warp_across() * 16 + j * 8 + 2 * t + x, row) * undo[j][x] * factor * s;
+            const float grad = plane_grad(quad_channel(quad) + j * 8 + 2 * t + x, row);
+            const float d = grad * undo[j][x] * factor * s;
             const float d_gate = d * projected * (1.0f - s);
             number[j][x] = exists ? d : 0.0f;
             number[2 + j][x] = exists ? d_gate : 0.0f;
@@ -365,16 +389,13 @@ struct Project {
         }
         const std::int64_t at = first - p.first_pair + row;
         const int channel = begin + t % 2 * 8;
-        store_quad<mode>(number, p.grad, at * (4 * hidden) + plane * 2 * hidden + t / 2 * hidden +
-                                             channel,
-                         at < p.count ? hidden - channel : 0, hidden % 8 == 0, lane());
+        store_quad<mode>(
+            number, p.grad,
+            at * (4 * hidden) + plane * 2 * hidden + t / 2 * hidden + channel,
+            at < p.count ? hidden - channel : 0, hidden % 8 == 0, lane());
       }
     }
-    add_columns(sums, piece);
-  }
-
-  // The sums over the block's rows, in a fixed order.
-  __device__ __forceinline__ void add_columns(float (&sums)[2][2][2], int piece) {
+    // Over the warp's rows, in a fixed order.
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
 #pragma unroll
@@ -382,22 +403,25 @@ struct Project {
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const float sum = over_rows(sums[kind][j][x]);
-          const int channel = warp_across() * 16 + j * 8 + lane() % 4 * 2 + x;
-          if (lane() < 4) shared.sums[thread / 128][kind * kPieceChannels + channel] = sum;
+          const int channel = quad_channel(quad) + j * 8 + 2 * t + x;
+          const int group = Multiply::row(thread) / (kRowTiles * 16);
+          if (lane() < 4) shared.sums[group][kind * kPieceChannels + channel] = sum;
         }
       }
     }
-    __syncthreads();
+  }
+
+  // The sums over the block's rows.
+  __device__ __forceinline__ void add_columns(int piece) {
     const int hidden = p.sizes.hidden;
-    if (thread < kProjectLines) {
-      const int kind = thread / kPieceChannels;
-      const int channel = piece % p.blocks * kPieceChannels + thread % kPieceChannels;
-      if (channel < hidden) {
-        p.sums[static_cast<std::int64_t>(blockIdx.x) * (4 * hidden) +
-               piece / p.blocks * 2 * hidden + kind * hidden + channel] =
-            shared.sums[0][thread] + shared.sums[1][thread];
-      }
-    }
+    const int kind = thread / kPieceChannels;
+    const int channel = piece % p.blocks * kPieceChannels + thread % kPieceChannels;
+    if (thread >= kProjectLines || channel >= hidden) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRowGroups; ++i) sum += shared.sums[i][thread];
+    p.sums[static_cast<std::int64_t>(blockIdx.x) * (4 * hidden) + piece / p.blocks * 2 * hidden +
+           kind * hidden + channel] = sum;
   }
 };
 

@@ -21,10 +21,6 @@ __device__ __forceinline__ float over_rows(float x) {
   return x;
 }
 
-constexpr bool is_wide(Mode mode) {
-  return type_of(mode) == DType::kFloat32;
-}
-
 // Eight 16-bit numbers, `count` of which exist, to element `at` of a matrix.
 __device__ __forceinline__ void store_words(void* matrix, std::int64_t at,
                                             const std::uint32_t (&word)[4], int count,

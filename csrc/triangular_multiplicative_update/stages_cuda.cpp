@@ -101,7 +101,7 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
     project.a[part] = halves(a) + part * hidden * sizes.pairs();
     project.b[part] = halves(b) + part * hidden * sizes.pairs();
   }
-  project_sm80(project, setup.stream);
+  FUSED_OPS_RUN(project, project, setup.chosen, setup.stream);
   contract_planes(setup.problem, setup.chosen, packed, project, 0, sizes.hidden, o, setup.stream);
   return workspace;
 }
@@ -131,7 +131,7 @@ void output_backward(const Tensor& pair, std::int64_t hidden, std::string_view p
   p.normalised = normalised.mutable_data_ptr();
   p.gate_input = gate_input ? gate_input->mutable_data_ptr() : nullptr;
   p.sums = floats(sums);
-  output_backward_sm80(p, setup.stream);
+  FUSED_OPS_RUN(output_backward, p, setup.chosen, setup.stream);
 }
 
 void norm_out_backward(const Tensor& pair, std::int64_t hidden, std::string_view precision,
@@ -222,7 +222,7 @@ void project_backward(const Tensor& pair, const MaybeTensor& mask, std::int64_t 
   p.grad = grad.mutable_data_ptr();
   p.normalised = normalised.mutable_data_ptr();
   p.sums = floats(sums);
-  project_backward_sm80(p, setup.stream);
+  FUSED_OPS_RUN(project_backward, p, setup.chosen, setup.stream);
 }
 
 void norm_in_backward(const Tensor& pair, std::int64_t hidden, std::string_view precision,

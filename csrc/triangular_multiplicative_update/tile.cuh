@@ -8,7 +8,7 @@
 
 #include "common/cuda/sm80/split.cuh"
 #include "triangular_multiplicative_update/access.cuh"
-#include "triangular_multiplicative_update/packed.h"
+#include "triangular_multiplicative_update/large.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 
@@ -38,11 +38,16 @@ __device__ __forceinline__ float2 unpack_16(std::uint32_t packed) {
   return mode == Mode::kBFloat16 ? sm80::unpack_bf16(packed) : sm80::unpack_f16(packed);
 }
 
+constexpr bool is_wide(Mode mode) {
+  return type_of(mode) == DType::kFloat32;
+}
+
 template <Mode mode>
 __device__ __forceinline__ float sigmoid(float x) {
-  // One instruction less where the result is rounded to 16 bits.
-  const float e = mode == Mode::kSplit || mode == Mode::kTf32 ? expf(-x) : __expf(-x);
-  return __fdividef(1.0f, 1.0f + e);
+  // Fewer instructions where the result is rounded to 16 bits.
+  constexpr float kLog2E = 1.44269504f;
+  const float e = is_wide(mode) ? expf(-x) : sm80::exp2_approx(-kLog2E * x);
+  return sm80::reciprocal_approx(1.0f + e);
 }
 
 // Where pair `first + r` lies.
@@ -74,6 +79,52 @@ class Places {
   std::uint32_t column_;
   std::int64_t lines_;
   int n_;
+};
+
+// Walks over the rows of a tensor of pairs in steps of `step` rows, fewer than a line has: an addition
+// where a division would be.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(const Pairs& pairs, const Sizes& sizes, const Place& place,
+                                     bool turned)
+      : pairs_(pairs), turned_(turned), column_(place.column), n_(static_cast<int>(sizes.n)),
+        pitch_(static_cast<int>(sizes.pitch)), lines_left_(sizes.batch * sizes.n - place.line),
+        across_(static_cast<int>(static_cast<std::uint32_t>(place.line) %
+                                 static_cast<std::uint32_t>(n_))),
+        batch_(static_cast<int>(static_cast<std::uint32_t>(place.line) /
+                                static_cast<std::uint32_t>(n_))) {
+    find();
+  }
+
+  __device__ __forceinline__ bool exists() const { return column_ < n_ && lines_left_ > 0; }
+  // Of the row's first number; 0 where there is none.
+  __device__ __forceinline__ std::int64_t offset() const { return exists() ? at_ : 0; }
+
+  __device__ __forceinline__ void advance(int step) {
+    column_ += step;
+    at_ += step * (turned_ ? pairs_.i_stride : pairs_.j_stride);
+    if (column_ < pitch_) return;
+    column_ -= pitch_;
+    --lines_left_;
+    if (++across_ == n_) {
+      across_ = 0;
+      ++batch_;
+    }
+    find();
+  }
+
+ private:
+  __device__ __forceinline__ void find() {
+    at_ = batch_ * pairs_.batch_stride + (turned_ ? column_ : across_) * pairs_.i_stride +
+          (turned_ ? across_ : column_) * pairs_.j_stride;
+  }
+
+  const Pairs& pairs_;
+  bool turned_;
+  int column_, n_, pitch_;
+  std::int64_t lines_left_;
+  int across_, batch_;
+  std::int64_t at_;
 };
 
 // The element (place, channel 0) of a tensor of pairs; `turned`: the place is (k, line) of it.
@@ -146,6 +197,15 @@ class RowNumbers {
 
   // To mean 0 and variance 1 over the channels.
   __device__ __forceinline__ void normalise(int channels, float eps, int thread) {
+    if (channels == Shape::kInnerMost) {
+      normalise_as<true>(channels, eps, thread);
+    } else {
+      normalise_as<false>(channels, eps, thread);
+    }
+  }
+
+  template <bool whole>
+  __device__ __forceinline__ void normalise_as(int channels, float eps, int thread) {
     const float inverse = 1.0f / static_cast<float>(channels);
 #pragma unroll
     for (int pass = 0; pass < Shape::kPasses; ++pass) {
@@ -162,7 +222,7 @@ class RowNumbers {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& x = number[pass][v][i];
-          x = channel(v, thread) + i < channels ? x - mean : 0.0f;
+          x = whole || channel(v, thread) + i < channels ? x - mean : 0.0f;
           squares += x * x;
         }
       }
@@ -235,18 +295,21 @@ class RowNumbers {
   template <class Load>
   __device__ __forceinline__ void load_as(const Pairs& pairs, const Sizes& sizes,
                                           const Places& places, bool turned, int thread, Load load) {
+    RowWalk walk(pairs, sizes, places(row(0, thread)), turned);
 #pragma unroll
     for (int pass = 0; pass < Shape::kPasses; ++pass) {
-      const Place place = places(row(pass, thread));
-      const bool here = places.exists(place);
-      exists |= unsigned{here} << pass;
-      const std::int64_t at = here ? offset_of(pairs, sizes, place, turned) : 0;
+      if (pass > 0) walk.advance(Shape::kRowsAtOnce);
+      exists |= unsigned{walk.exists()} << pass;
+      const std::int64_t at = walk.offset();
 #pragma unroll
       for (int v = 0; v < Shape::kVectors; ++v) {
         const int c = channel(v, thread);
         load(c < sizes.channels ? at + c : 0, sizes.channels - c, number[pass][v]);
       }
     }
+    constexpr unsigned kAll = (1u << Shape::kPasses) - 1;
+    const bool whole = exists == kAll && sizes.channels == Shape::kInnerMost;
+    if (__all_sync(0xffffffff, whole)) return;
 #pragma unroll
     for (int pass = 0; pass < Shape::kPasses; ++pass) {
 #pragma unroll
@@ -270,9 +333,13 @@ class RowNumbers {
 
 // A warp's results: row tiles of 16 by column tiles of 8. Lane l holds, of each, the results
 // (l / 4, 2 * (l % 4)), the next column, and both 8 rows on.
-template <Mode mode, int kRowTiles, int kColumnTiles>
+template <Mode mode, int kRows, int kColumns, int kWarpsDown>
 struct WarpProduct {
+  static constexpr int kWarpsAcross = kWarps / kWarpsDown;
+  static constexpr int kRowTiles = kRows / kWarpsDown / 16;
+  static constexpr int kColumnTiles = kColumns / kWarpsAcross / 8;
   static_assert(kColumnTiles % 2 == 0);
+
   float total[kRowTiles][kColumnTiles][4];
 
   __device__ __forceinline__ void clear() {
@@ -286,15 +353,27 @@ struct WarpProduct {
     }
   }
 
-  // A lane's addresses into the lines of an operand's part, for the warp's first row or column.
-  static __device__ __forceinline__ sm80::SharedAddress left(const unsigned char* lines, int row,
-                                                             int lane) {
-    return sm80::shared_address(lines + sm80::split_offset(row + lane % 16, lane / 16));
+  // The warp's first row and column.
+  static __device__ __forceinline__ int row(int thread) {
+    return thread / 32 / kWarpsAcross * (kRowTiles * 16);
+  }
+  static __device__ __forceinline__ int column(int thread) {
+    return thread / 32 % kWarpsAcross * (kColumnTiles * 8);
+  }
+  // Whoever wrote operands calls this before the barrier behind which they are multiplied.
+  static __device__ __forceinline__ void publish() {}
+
+  // A thread's addresses into the lines of an operand's part.
+  static __device__ __forceinline__ sm80::SharedAddress left(const unsigned char* lines,
+                                                             int thread) {
+    const int lane = thread % 32;
+    return sm80::shared_address(lines + sm80::split_offset(row(thread) + lane % 16, lane / 16));
   }
   static __device__ __forceinline__ sm80::SharedAddress right(const unsigned char* lines,
-                                                              int column, int lane) {
+                                                              int thread) {
+    const int lane = thread % 32;
     return sm80::shared_address(
-        lines + sm80::split_offset(column + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        lines + sm80::split_offset(column(thread) + lane / 16 * 8 + lane % 8, lane / 8 % 2));
   }
 
   // Adds a product over 64 of the inner axis. The parts lo lie so many bytes behind the parts hi.
@@ -399,10 +478,11 @@ class Ring {
   }
 
   // Waits for the piece of `step`, after which the one of the step before may be overwritten:
-  // asks for a later one.
-  template <class Source>
-  __device__ __forceinline__ const unsigned char* next(int step, Source source) {
+  // asks for a later one. `publish` is called between the wait and the barrier.
+  template <class Source, class Publish>
+  __device__ __forceinline__ const unsigned char* next(int step, Source source, Publish publish) {
     sm80::cp_async_wait<kStages - 2>();
+    publish();
     __syncthreads();
     copy(step + kStages - 1, source(step + kStages - 1));
     return shared_ + step % kStages * kBytes;

@@ -66,7 +66,7 @@ void run_large(const Choice& chosen, const Problem& problem, bool outgoing, cons
     for (int first = 0; first < packed.hidden_blocks; first += chosen.group) {
       project.first_block = first;
       project.blocks = std::min(chosen.group, packed.hidden_blocks - first);
-      project_sm80(project, stream);
+      FUSED_OPS_RUN(project, project, chosen, stream);
       const int from = first * kPieceChannels;
       const int channels = std::min(project.blocks * kPieceChannels, sizes.hidden - from);
       contract_planes(problem, chosen, packed, project, from, channels, o, stream);
@@ -83,7 +83,7 @@ void run_large(const Choice& chosen, const Problem& problem, bool outgoing, cons
   output.packed = pack.workspace;
   output.o = o.const_data_ptr();
   output.out = out.mutable_data_ptr();
-  output_sm80(output, stream);
+  FUSED_OPS_RUN(output, output, chosen, stream);
 }
 
 Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,

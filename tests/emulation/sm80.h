@@ -167,6 +167,14 @@ inline float2 unpack_bf16(std::uint32_t packed) {
           emulation::from_bf16(static_cast<std::uint16_t>(packed >> 16))};
 }
 
+inline float exp2_approx(float x) {
+  return std::exp2(x);
+}
+
+inline float reciprocal_approx(float x) {
+  return 1.0f / x;
+}
+
 inline float max_nan(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return __uint_as_float(0x7fffffffu);
   return a > b || (a == b && !std::signbit(a)) ? a : b;

@@ -3,9 +3,11 @@
 #include "emulation/driver.h"
 #include "triangular_multiplicative_update/output_backward_sm80.cu"
 #include "triangular_multiplicative_update/output_sm80.cu"
+#include "triangular_multiplicative_update/output_sm90a.cu"
 #include "triangular_multiplicative_update/pack_sm80.cu"
 #include "triangular_multiplicative_update/project_backward_sm80.cu"
 #include "triangular_multiplicative_update/project_sm80.cu"
+#include "triangular_multiplicative_update/project_sm90a.cu"
 
 namespace {
 
@@ -96,6 +98,13 @@ struct Common {
     pack.workspace = workspace.data();
     pack_sm80(pack, nullptr);
   }
+
+  // What the projections would have written.
+  void set_plane_undo(float value) const {
+    const Packed packed = Packed::of(sizes, mode);
+    auto* undo = reinterpret_cast<float*>(workspace.data() + packed.plane_undo);
+    for (int i = 0; i < 2 * packed.hidden_blocks * kPieceChannels; ++i) undo[i] = value;
+  }
 };
 
 const emulation::Kernel project("project", [](Request& request) {
@@ -119,7 +128,7 @@ const emulation::Kernel project("project", [](Request& request) {
     p.a[part] = request.output<std::uint16_t>(part == 0 ? "a" : "a_lo", count);
     p.b[part] = request.output<std::uint16_t>(part == 0 ? "b" : "b_lo", count);
   }
-  project_sm80(p, nullptr);
+  (request.integer("hopper", 0) ? project_sm90a : project_sm80)(p, nullptr);
   const int padded = packed.hidden_blocks * kPieceChannels;
   if (is_scaled(c.mode)) {
     auto* undo = request.output<float>("undo", 2 * padded);
@@ -139,13 +148,9 @@ const emulation::Kernel output("output", [](Request& request) {
   p.packed = c.workspace.data();
   p.o = request.input<char>("o");
   const std::int64_t count = c.sizes.batch * c.sizes.n * c.sizes.n * c.sizes.channels;
-  if (c.mode == Mode::kTf32) {  // what the projections would have written
-    const Packed packed = Packed::of(c.sizes, c.mode);
-    auto* undo = reinterpret_cast<float*>(c.workspace.data() + packed.plane_undo);
-    for (int i = 0; i < 2 * packed.hidden_blocks * kPieceChannels; ++i) undo[i] = 0.5f;
-  }
+  if (c.mode == Mode::kTf32) c.set_plane_undo(0.5f);
   p.out = request.output<char>("out", count * (is_wide(c.mode) ? 4 : 2));
-  output_sm80(p, nullptr);
+  (request.integer("hopper", 0) ? output_sm90a : output_sm80)(p, nullptr);
 });
 
 const emulation::Kernel project_backward("project_backward", [](Request& request) {
@@ -163,12 +168,15 @@ const emulation::Kernel project_backward("project_backward", [](Request& request
   p.count = request.integer("count", c.sizes.pairs());
   p.da = request.input<char>("da");
   p.db = request.input<char>("db");
+  const std::vector<float> ones(static_cast<std::size_t>(c.sizes.hidden), 1.0f);
+  p.grad_undo = ones.data();
+  if (c.mode == Mode::kTf32) c.set_plane_undo(1.0f);
   const int size = is_wide(c.mode) ? 4 : 2;
   const std::int64_t hidden = c.sizes.hidden;
   p.grad = request.output<char>("grad", p.count * 4 * hidden * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.channels * size);
   p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 4 * hidden);
-  project_backward_sm80(p, nullptr);
+  (request.integer("hopper", 0) ? project_backward_sm90a : project_backward_sm80)(p, nullptr);
 });
 
 const emulation::Kernel output_backward("output_backward", [](Request& request) {
@@ -183,11 +191,7 @@ const emulation::Kernel output_backward("output_backward", [](Request& request) 
   p.out_grad = pairs_of(request, "out_grad");
   p.packed = c.workspace.data();
   p.o = request.input<char>("o");
-  if (c.mode == Mode::kTf32) {
-    const Packed packed = Packed::of(c.sizes, c.mode);
-    auto* undo = reinterpret_cast<float*>(c.workspace.data() + packed.plane_undo);
-    for (int i = 0; i < 2 * packed.hidden_blocks * kPieceChannels; ++i) undo[i] = 0.5f;
-  }
+  if (c.mode == Mode::kTf32) c.set_plane_undo(0.5f);
   p.first_pair = request.integer("first_pair", 0);
   p.count = request.integer("count", c.sizes.pairs());
   const int size = is_wide(c.mode) ? 4 : 2;
@@ -196,7 +200,7 @@ const emulation::Kernel output_backward("output_backward", [](Request& request) 
   p.gate_grad = request.output<char>("gate_grad", p.count * channels * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.hidden * size);
   p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 2 * channels);
-  output_backward_sm80(p, nullptr);
+  (request.integer("hopper", 0) ? output_backward_sm90a : output_backward_sm80)(p, nullptr);
 });
 
 }  // namespace

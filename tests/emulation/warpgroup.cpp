@@ -98,10 +98,11 @@ void WarpgroupQueue::add(const char* name, float* sums, const WarpgroupProduct& 
   if (!begun_) fault(std::string(name) + ": wgmma_begin() is missing", product.site);
   if (sums_ == nullptr) {
     sums_ = sums;
-    std::copy(sums, sums + kWarpgroupSums, values_);
+    columns_ = product.columns;
+    std::copy(sums, sums + columns_ / 2, values_);
   }
-  if (sums_ != sums) fault(std::string(name) + ": other products are under way", product.site);
-  poison(sums, kWarpgroupSums * sizeof(float));
+  if (sums_ != sums || columns_ != product.columns) fault(std::string(name) + ": other products are under way", product.site);
+  poison(sums, columns_ / 2 * sizeof(float));
   products_.push_back(product);
 }
 
@@ -111,27 +112,29 @@ void WarpgroupQueue::compute(void* const* lanes, std::uint32_t) {
     return *static_cast<Waiting*>(lanes[lane])->queue;
   };
   const int warp = static_cast<Waiting*>(lanes[0])->warp;
+  const int columns = queue(0).columns_;
+  const int count = columns / 2;  // of a lane
   static float sums[kRows * kWarpgroupColumns];
   static std::uint32_t a[kRows * kInner];
   static std::uint32_t b[kWarpgroupColumns * kInner];
   // Of 8 columns a lane holds, as of mma.sync's 16x8, two of row lane/4 and two 8 rows below.
-  const auto place = [](int lane, int i) {
+  const auto place = [columns](int lane, int i) {
     const int row = lane / 4 + i / 2 % 2 * 8;
-    return row * kWarpgroupColumns + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    return row * columns + i / 4 * 8 + lane % 4 * 2 + i % 2;
   };
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    for (int i = 0; i < kWarpgroupSums; ++i) sums[place(lane, i)] = queue(lane).values_[i];
+    for (int i = 0; i < count; ++i) sums[place(lane, i)] = queue(lane).values_[i];
   }
   for (const WarpgroupProduct& product : queue(0).products_) {
     if (product.zero) std::fill(std::begin(sums), std::end(sums), 0.0f);
     const auto read_a = product.a_across ? read_across : read_lines;
     const auto read_b = product.b_across ? read_across : read_lines;
     read_a(product.a, warp % 4 * kRows, kRows, a, product.site);
-    read_b(product.b, 0, kWarpgroupColumns, b, product.site);
-    multiply_accumulate(Format::kF16, kSm90, kRows, kWarpgroupColumns, kInner, a, b, sums);
+    read_b(product.b, 0, columns, b, product.site);
+    multiply_accumulate(product.format, kSm90, kRows, columns, kInner, a, b, sums);
   }
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    for (int i = 0; i < kWarpgroupSums; ++i) queue(lane).values_[i] = sums[place(lane, i)];
+    for (int i = 0; i < count; ++i) queue(lane).values_[i] = sums[place(lane, i)];
   }
 }
 
@@ -142,12 +145,13 @@ void WarpgroupQueue::wait(float* sums, Site site) {
   if (sums_ != nullptr) {
     if (sums_ != sums) fault("wgmma_wait: the products' sums are others", site);
     float untouched[kWarpgroupSums];
-    poison(untouched, sizeof(untouched));
-    if (std::memcmp(untouched, sums, sizeof(untouched)) != 0) {
+    const std::size_t bytes = columns_ / 2 * sizeof(float);
+    poison(untouched, bytes);
+    if (std::memcmp(untouched, sums, bytes) != 0) {
       fault("wgmma_wait: the accumulators have been written to while products were under way",
             site);
     }
-    std::copy(values_, values_ + kWarpgroupSums, sums);
+    std::copy(values_, values_ + columns_ / 2, sums);
   }
   abandon();
 }

@@ -7,11 +7,12 @@
 #include <vector>
 
 #include "emulation/block.h"
+#include "emulation/tensor_core.h"
 
 namespace emulation {
 
-constexpr int kWarpgroupColumns = 128;
-constexpr int kWarpgroupSums = kWarpgroupColumns / 2;  // of a thread
+constexpr int kWarpgroupColumns = 128;                 // at most
+constexpr int kWarpgroupSums = kWarpgroupColumns / 2;  // of a thread, at most
 
 struct WarpgroupProduct {
   std::uint64_t a;
@@ -19,6 +20,8 @@ struct WarpgroupProduct {
   bool a_across;  // lines run across k, not along
   bool b_across;
   bool zero;  // the sums start at 0
+  int columns;
+  Format format;
   Site site;
 };
 
@@ -37,6 +40,7 @@ class WarpgroupQueue {
 
   bool begun_ = false;
   float* sums_ = nullptr;  // where they belong
+  int columns_ = 0;
   float values_[kWarpgroupSums];
   std::vector<WarpgroupProduct> products_;
 };

@@ -138,6 +138,19 @@ __device__ __forceinline__ float2 unpack_bf16(std::uint32_t packed) {
   return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }
 
+// 2^x and 1/x with errors of some 2^-22; subnormal numbers become 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger of two numbers, or NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float larger;

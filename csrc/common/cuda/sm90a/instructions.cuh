@@ -13,11 +13,12 @@
 
 namespace fused_ops::sm90a {
 
-// The 64 accumulators d[16][4] as operands of an asm statement.
+// The accumulators d[16][4], or d[8][4], as operands of an asm statement.
 #define FUSED_OPS_SUMS_4(kind, d) kind((d)[0]), kind((d)[1]), kind((d)[2]), kind((d)[3])
 #define FUSED_OPS_SUMS_16(kind, d)                                                                \
   FUSED_OPS_SUMS_4(kind, (d)[0]), FUSED_OPS_SUMS_4(kind, (d)[1]), FUSED_OPS_SUMS_4(kind, (d)[2]), \
       FUSED_OPS_SUMS_4(kind, (d)[3])
+#define FUSED_OPS_SUMS_32(kind, d) FUSED_OPS_SUMS_16(kind, (d)), FUSED_OPS_SUMS_16(kind, (d) + 4)
 #define FUSED_OPS_SUMS(kind, d)                                   \
   FUSED_OPS_SUMS_16(kind, (d)), FUSED_OPS_SUMS_16(kind, (d) + 4), \
       FUSED_OPS_SUMS_16(kind, (d) + 8), FUSED_OPS_SUMS_16(kind, (d) + 12)
@@ -91,6 +92,11 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS("+f", d) : : "memory");
 }
 
+__device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS_32("+f", d) : : "memory");
+}
+
 // d += a * b on 64x16 by 16x128 halves with fp32 accumulators. Of each 8 columns warp w of the
 // warpgroup holds rows 16w to 16w+15, distributed as mma_f16 has it. a_across, b_across: of which
 // of the two kinds the descriptors are.
@@ -133,7 +139,70 @@ __device__ __forceinline__ void wgmma_f16_zero(float (&d)[16][4], MatrixDescript
       : "l"(a), "l"(b), "n"(static_cast<int>(a_across)), "n"(static_cast<int>(b_across)));
 }
 
+// d += a * b on bf16 numbers.
+__device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], MatrixDescriptor a,
+                                           MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS("+f", d)
+      : "l"(a), "l"(b));
+}
+
+// The same on 16x64 numbers of b: accumulators d[8][4].
+__device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], MatrixDescriptor a,
+                                           MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS_32("+f", d)
+      : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_f16(float (&d)[8][4], MatrixDescriptor a,
+                                           MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS_32("+f", d)
+      : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_f16_zero(float (&d)[8][4], MatrixDescriptor a,
+                                           MatrixDescriptor b) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
+      : FUSED_OPS_SUMS_32("=&f", d)
+      : "l"(a), "l"(b));
+}
+
 #undef FUSED_OPS_SUMS
+#undef FUSED_OPS_SUMS_32
 #undef FUSED_OPS_SUMS_16
 #undef FUSED_OPS_SUMS_4
 
