@@ -32,6 +32,37 @@ struct OutputParams {
   float* sums = nullptr;
 };
 
+// For each 64 output channels the packed lines of the gate, then those of the projection.
+template <int kBytes>
+class OutputSource {
+ public:
+  __device__ __forceinline__ explicit OutputSource(const OutputParams& p)
+      : gate_(p.workspace + p.packed.gate), out_(p.workspace + p.packed.out),
+        gates_(p.packed.channel_blocks), outs_(p.packed.hidden_blocks),
+        pieces_(p.packed.channel_blocks) {}
+
+  __device__ __forceinline__ const unsigned char* take() {
+    if (at_ == gates_ + outs_) {
+      at_ = 0;
+      --pieces_;
+    }
+    if (pieces_ <= 0) return nullptr;
+    const bool is_gate = at_ < gates_;
+    ++at_;
+    const unsigned char* piece = is_gate ? gate_ : out_;
+    gate_ += is_gate ? kBytes : 0;
+    out_ += is_gate ? 0 : kBytes;
+    return piece;
+  }
+
+ private:
+  const unsigned char* gate_;
+  const unsigned char* out_;
+  int gates_, outs_;  // of a piece
+  int pieces_;
+  int at_ = 0;
+};
+
 // A block's pairs of o, in registers: a thread has two pairs of 32 channels, eight at a time.
 template <Mode mode, class Shape>
 struct ColumnNumbers {
@@ -85,14 +116,16 @@ struct ColumnNumbers {
   template <class Number, class Load>
   __device__ __forceinline__ void load_as(const Number* from, std::int64_t pairs, int hidden,
                                           int thread, Load load) {
+    const bool whole = hidden == Shape::kInnerMost;
 #pragma unroll
     for (int m = 0; m < kEights; ++m) {
+      const Number* at = from + channel(m, thread) * pairs;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int c = channel(m, thread) + i;
-        const float2 two = load(from + (c < hidden ? c * pairs : 0));
+        const float2 two = load(whole || channel(m, thread) + i < hidden ? at : from);
         number[m][i][0] = two.x;
         number[m][i][1] = two.y;
+        at += pairs;
       }
     }
   }
@@ -111,14 +144,22 @@ struct ColumnNumbers {
     }
   }
 
+  // Sums of term(number, which pair) over the thread's channels.
   template <class Term>
   __device__ __forceinline__ float2 sum_over(int hidden, int thread, Term term) const {
+    return hidden == Shape::kInnerMost ? sum_as<true>(hidden, thread, term)
+                                       : sum_as<false>(hidden, thread, term);
+  }
+
+ private:
+  template <bool whole, class Term>
+  __device__ __forceinline__ float2 sum_as(int hidden, int thread, Term term) const {
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int m = 0; m < kEights; ++m) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (channel(m, thread) + i >= hidden) continue;
+        if (!whole && channel(m, thread) + i >= hidden) continue;
         sum.x += term(number[m][i][0], 0);
         sum.y += term(number[m][i][1], 1);
       }
@@ -139,7 +180,8 @@ struct Output {
   static constexpr int kColumnTiles = Multiply::kColumnTiles;
   static constexpr int kTilesAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same columns
-  using Weights = Ring<kPieceChannels * kLineBytes * kParts, kStages>;
+  static constexpr int kPieceBytes = kPieceChannels * kLineBytes * kParts;
+  using Weights = Ring<kPieceBytes, kStages, OutputSource<kPieceBytes>>;
   using Columns = ColumnNumbers<mode, Shape>;
   static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
 
@@ -156,6 +198,8 @@ struct Output {
   Shared& shared;
   int thread;
   std::int64_t first;  // pair
+  // Of the thread's rows, where they are in the result, or, backward, in its gradient; -1: nowhere.
+  std::int64_t row_at[kRowTiles][2] = {};
 
   static __device__ __forceinline__ void run(const OutputParams& params) {
     const std::int64_t first =
@@ -168,24 +212,9 @@ struct Output {
     return reinterpret_cast<const float*>(p.workspace + offset);
   }
 
-  // For each 64 output channels: those of the gate, then those of the projection.
-  __device__ __forceinline__ const unsigned char* source(int step) const {
-    const int steps = p.packed.channel_blocks + p.packed.hidden_blocks;
-    const std::int64_t piece = step / steps;
-    const int at = step % steps;
-    if (piece >= p.packed.channel_blocks) return nullptr;
-    constexpr int kBytes = kPieceChannels * kLineBytes * kParts;
-    if (at < p.packed.channel_blocks) {
-      return p.workspace + p.packed.gate + (piece * p.packed.channel_blocks + at) * kBytes;
-    }
-    return p.workspace + p.packed.out +
-           (piece * p.packed.hidden_blocks + at - p.packed.channel_blocks) * kBytes;
-  }
-
   __device__ __forceinline__ void all() {
-    Weights weights(shared.weights, thread);
-    const auto source_of = [&](int step) { return source(step); };
-    weights.start(source_of);
+    Weights weights(shared.weights, OutputSource<kPieceBytes>(p), thread);
+    weights.start();
     const Places places(p.sizes, first);
     prepare_o(places);
     prepare_pair(places);
@@ -193,26 +222,40 @@ struct Output {
     const auto pair = Multiply::left(shared.pair, thread);
     const auto o = Multiply::left(shared.o, thread);
     constexpr int kBlock = kParts * kRows * kLineBytes;
+    find_rows(places);
     Multiply gate, projected;
-    int step = 0;
     for (int piece = 0; piece < p.packed.channel_blocks; ++piece) {
       gate.clear();
-      for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
-        if (kBackward && step == 0) store_normalised();
+      for (int block = 0; block < p.packed.channel_blocks; ++block) {
+        const unsigned char* lines = weights.next(&Multiply::publish);
+        if (kBackward && piece == 0 && block == 0) store_normalised();
         gate.multiply(pair + block * kBlock, kRows * kLineBytes,
                       Multiply::right(lines, thread), kPieceChannels * kLineBytes);
       }
       projected.clear();
-      for (int block = 0; block < p.packed.hidden_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
+      for (int block = 0; block < p.packed.hidden_blocks; ++block) {
+        const unsigned char* lines = weights.next(&Multiply::publish);
         projected.multiply(o + block * kBlock, kRows * kLineBytes,
                            Multiply::right(lines, thread),
                            kPieceChannels * kLineBytes);
       }
-      finish(gate, projected, places, piece * kPieceChannels);
+      finish(gate, projected, piece * kPieceChannels);
     }
     sm80::cp_async_wait<0>();
+  }
+
+  __device__ __forceinline__ void find_rows(const Places& places) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Place place = places(Multiply::row(thread) + i * 16 + half * 8 + lane() / 4);
+        const std::int64_t at =
+            kBackward ? offset_of(p.out_grad, p.sizes, place, false)
+                      : (place.line * p.sizes.n + place.column) * p.sizes.channels;
+        row_at[i][half] = places.exists(place) ? at : -1;
+      }
+    }
   }
 
   // Sums over all threads that hold the same two pairs.
@@ -254,20 +297,31 @@ struct Output {
     const float scale[2] = {existing > 0 ? rsqrtf(squares.x * inverse + p.eps) : 0.0f,
                             existing > 1 ? rsqrtf(squares.y * inverse + p.eps) : 0.0f};
     const int padded = p.packed.hidden_blocks * kInner;
+    const bool whole = hidden == Shape::kInnerMost;
+    // Half of the lanes store their second row first: eight that store together so have rows that
+    // differ modulo 8, and with that different banks.
+    const int swap = thread / 4 % 2;
 #pragma unroll
     for (int m = 0; m < Columns::kEights; ++m) {
       const int c = Columns::channel(m, thread);
       if (c >= padded) continue;
+      float eight[2][8];
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        float eight[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float d = columns.number[m][i][x] - (x == 0 ? mean.x : mean.y);
-          eight[i] = c + i < hidden ? d * scale[x] : 0.0f;
+          const float d = (columns.number[m][i][x] - (x == 0 ? mean.x : mean.y)) * scale[x];
+          eight[x][i] = whole || c + i < hidden ? d : 0.0f;
         }
-        RowNumbers<Shape>::template store_eight<mode>(shared.o, kRows, Columns::row(thread) + x, c,
-                                                      eight, two_to(kNormalisedExponent));
+      }
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float chosen[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) chosen[i] = swap ? eight[1 - x][i] : eight[x][i];
+        RowNumbers<Shape>::template store_eight<mode>(
+            shared.o, kRows, Columns::row(thread) + (x ^ swap), c, chosen,
+            two_to(kNormalisedExponent));
       }
     }
   }
@@ -314,10 +368,10 @@ struct Output {
   }
 
   __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
-                                         const Places& places, int begin) {
+                                         int begin) {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; tile += kTilesAtOnce) {
-      finish(gate, projected, places, begin, tile);
+      finish(gate, projected, begin, tile);
     }
     if constexpr (kBackward) {
       __syncthreads();
@@ -327,7 +381,7 @@ struct Output {
 
   // Of kTilesAtOnce column tiles.
   __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
-                                         const Places& places, int begin, int tile) {
+                                         int begin, int tile) {
     constexpr int kTiles = kTilesAtOnce;
     const int t = lane() % 4, g = lane() / 4;
     const int column = Multiply::column(thread) + tile * 8;  // the first in the piece
@@ -340,8 +394,8 @@ struct Output {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = Multiply::row(thread) + i * 16 + half * 8 + g;
-        const Place place = places(row);
-        const bool exists = places.exists(place);
+        const std::int64_t at = row_at[i][half];
+        const bool exists = at >= 0;
         const float row_undo = is_scaled(mode) ? shared.undo[row] : 1.0f;
         float s[kTiles][2], r[kTiles][2];
 #pragma unroll
@@ -360,15 +414,13 @@ struct Output {
           }
         }
         if constexpr (kBackward) {
-          turn_back(s, r, sums, place, row, exists, begin + column);
+          turn_back(s, r, sums, at, row, exists, begin + column);
         } else {
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int x = 0; x < 2; ++x) r[j][x] *= s[j][x];
           }
-          const std::int64_t at =
-              exists ? (place.line * p.sizes.n + place.column) * p.sizes.channels : 0;
           store_row(r, p.out, at, exists, begin + column);
         }
       }
@@ -413,10 +465,9 @@ struct Output {
 
   __device__ __forceinline__ void turn_back(const float (&s)[kTilesAtOnce][2],
                                             const float (&r)[kTilesAtOnce][2],
-                                            float (&sums)[2][kTilesAtOnce][2], const Place& place,
+                                            float (&sums)[2][kTilesAtOnce][2], std::int64_t from,
                                             int row, bool exists, int begin) const {
     float projected[kTilesAtOnce][2], gate[kTilesAtOnce][2];
-    const std::int64_t from = exists ? offset_of(p.out_grad, p.sizes, place, false) : 0;
 #pragma unroll
     for (int j = 0; j < kTilesAtOnce; ++j) {
       const int channel = begin + j * 8 + lane() % 4 * 2;

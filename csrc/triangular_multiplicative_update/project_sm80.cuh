@@ -36,6 +36,33 @@ struct ProjectParams {
   float* sums = nullptr;
 };
 
+// The packed lines of the channels of a, then of b.
+template <int kBytes>
+class ProjectSource {
+ public:
+  __device__ __forceinline__ explicit ProjectSource(const ProjectParams& p)
+      : plane_((static_cast<std::int64_t>(p.packed.hidden_blocks) - p.blocks) *
+               p.packed.channel_blocks * kBytes),
+        pieces_(p.blocks * p.packed.channel_blocks), left_(2 * pieces_),
+        at_(p.workspace + p.packed.project +
+            static_cast<std::int64_t>(p.first_block) * p.packed.channel_blocks * kBytes) {}
+
+  __device__ __forceinline__ const unsigned char* take() {
+    if (left_ == 0) return nullptr;
+    if (left_ == pieces_) at_ += plane_;
+    --left_;
+    const unsigned char* piece = at_;
+    at_ += kBytes;
+    return piece;
+  }
+
+ private:
+  std::int64_t plane_;  // from the end of a's to the beginning of b's
+  int pieces_;          // of a plane
+  int left_;
+  const unsigned char* at_;
+};
+
 // `Multiply`: WarpProduct, or what serves in its place on a newer architecture.
 template <Mode mode, class Shape, bool kBackward,
           class Multiply = WarpProduct<mode, Shape::kRows, kProjectLines, 2>>
@@ -47,7 +74,8 @@ struct Project {
   static constexpr int kQuads = Multiply::kColumnTiles / 4;  // of 16 channels: gate, projection, ...
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same channels
   static constexpr int kPlaneBytes = mode == Mode::kBFloat16 ? 2 : 4;  // of a gradient's number
-  using Weights = Ring<kProjectLines * kLineBytes * kParts, kStages>;
+  static constexpr int kPieceBytes = kProjectLines * kLineBytes * kParts;
+  using Weights = Ring<kPieceBytes, kStages, ProjectSource<kPieceBytes>>;
 
   // Channels of a piece along the rows; the distance between channels avoids bank conflicts.
   static constexpr int kForwardPitch = kRows + 8;
@@ -82,16 +110,6 @@ struct Project {
     return Multiply::column(thread) / 2 + quad * 16;
   }
 
-  // The piece of weights of a step: all blocks of the inner axis of the first 64 channels of a, ...
-  __device__ __forceinline__ const unsigned char* source(int step) const {
-    const int piece = step / p.packed.channel_blocks;
-    if (piece >= 2 * p.blocks) return nullptr;
-    const std::int64_t block = block_of(piece);
-    return p.workspace + p.packed.project +
-           (block * p.packed.channel_blocks + step % p.packed.channel_blocks) *
-               (kProjectLines * kLineBytes * kParts);
-  }
-
   // Counts through both planes.
   __device__ __forceinline__ int block_of(int piece) const {
     return piece < p.blocks ? p.first_block + piece
@@ -103,8 +121,7 @@ struct Project {
   }
 
   __device__ __forceinline__ void all() {
-    Weights weights(shared.weights, thread);
-    const auto source_of = [&](int step) { return source(step); };
+    Weights weights(shared.weights, ProjectSource<kPieceBytes>(p), thread);
     RowNumbers<Shape> rows;
     const Places places(p.sizes, first);
     rows.load(p.pair, p.sizes, places, p.turned, thread);
@@ -112,16 +129,15 @@ struct Project {
     rows.template store<mode>(shared.rows, p.sizes.channels, thread,
                               [](int, int) { return two_to(kNormalisedExponent); });
     sm80::griddepcontrol_wait();  // up to here nothing packed was read, and nothing written
-    weights.start(source_of);
+    weights.start();
     prepare_factors(places);
 
     const auto a = Multiply::left(shared.rows, thread);
     Multiply product;
-    int step = 0;
     for (int piece = 0; piece < 2 * p.blocks; ++piece) {
       product.clear();
-      for (int block = 0; block < p.packed.channel_blocks; ++block, ++step) {
-        const unsigned char* lines = weights.next(step, source_of, &Multiply::publish);
+      for (int block = 0; block < p.packed.channel_blocks; ++block) {
+        const unsigned char* lines = weights.next(&Multiply::publish);
         if (kBackward && block == 0) {
           if (piece == 0) store_normalised();
           copy_plane_grad(piece);
@@ -273,23 +289,26 @@ struct Project {
 
   __device__ __forceinline__ void store(int piece) {
     constexpr int kEights = kRows / 8;
-    const int plane = piece / p.blocks;
-    const int from = piece % p.blocks * kPieceChannels;
-    const int there = p.sizes.hidden - p.first_block * kPieceChannels;
+    constexpr int kChannelsAtOnce = kThreads / kEights;
+    const int plane = piece >= p.blocks;
+    const int from = (piece - plane * p.blocks) * kPieceChannels;
+    const int channel = thread / kEights, eight = thread % kEights;
+    const int existing = shared.existing[eight];
+    if (existing < 0) return;
+    const int there = p.sizes.hidden - p.first_block * kPieceChannels - from - channel;
     const std::int64_t pairs = p.sizes.pairs();
+    const std::int64_t at = (from + channel) * pairs + first + eight * 8;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      std::uint16_t* to = p.plane[plane][part];
+      std::uint16_t* to = p.plane[plane][part] + at;
+      const auto* turned = reinterpret_cast<const std::uint16_t*>(shared.turned) +
+                           (part * kPieceChannels + channel) * kForwardPitch + eight * 8;
 #pragma unroll
-      for (int at = 0; at < kPieceChannels * kEights; at += kThreads) {
-        const int channel = (at + thread) / kEights, eight = (at + thread) % kEights;
-        const int existing = shared.existing[eight];
-        if (from + channel >= there || existing < 0) continue;
-        uint4 word = *reinterpret_cast<const uint4*>(
-            reinterpret_cast<const std::uint16_t*>(shared.turned) +
-            (part * kPieceChannels + channel) * kForwardPitch + eight * 8);
+      for (int i = 0; i < kPieceChannels; i += kChannelsAtOnce) {
+        uint4 word = *reinterpret_cast<const uint4*>(turned + i * kForwardPitch);
         if (existing < 8) word = first_of_eight(word, existing);
-        sm80::store_global_16(to + (from + channel) * pairs + first + eight * 8, word);
+        if (i < there) sm80::store_global_16(to, word);
+        to += kChannelsAtOnce * pairs;
       }
     }
   }
@@ -299,14 +318,14 @@ struct Project {
   __device__ __forceinline__ void copy_plane_grad(int piece) {
     constexpr int kPer16 = 16 / kPlaneBytes;
     constexpr int kCopies = kRows / kPer16;
-    const auto* from = static_cast<const unsigned char*>(p.plane_grad[piece / p.blocks]);
+    const auto* from = static_cast<const unsigned char*>(p.plane_grad[piece >= p.blocks]);
     const std::int64_t pairs = p.sizes.pairs();
 #pragma unroll
     for (int at = 0; at < kPieceChannels * kCopies; at += kThreads) {
       const int channel = (at + thread) / kCopies, copy = (at + thread) % kCopies;
       const int row = copy * kPer16;
       const int existing = shared.existing[row / 8] - row % 8;
-      const int c = piece % p.blocks * kPieceChannels + channel;
+      const int c = (piece >= p.blocks ? piece - p.blocks : piece) * kPieceChannels + channel;
       const bool here = c < p.sizes.hidden && existing > 0;
       const int bytes = here ? (existing < kPer16 ? existing : kPer16) * kPlaneBytes : 0;
       const std::int64_t offset = here ? (c * pairs + first + row) * kPlaneBytes : 0;
@@ -351,8 +370,8 @@ struct Project {
     const Channels c = channels_of(piece, quad);
     const int t = lane() % 4, g = lane() / 4;
     const int hidden = p.sizes.hidden;
-    const int plane = piece / p.blocks;
-    const int begin = piece % p.blocks * kPieceChannels + quad_channel(quad);
+    const int plane = piece >= p.blocks;
+    const int begin = (piece - plane * p.blocks) * kPieceChannels + quad_channel(quad);
     float sums[2][2][2] = {};  // [projection, gate][column tile][channel]
     float undo[2][2];
 #pragma unroll
@@ -415,12 +434,13 @@ struct Project {
   __device__ __forceinline__ void add_columns(int piece) {
     const int hidden = p.sizes.hidden;
     const int kind = thread / kPieceChannels;
-    const int channel = piece % p.blocks * kPieceChannels + thread % kPieceChannels;
+    const int plane = piece >= p.blocks;
+    const int channel = (piece - plane * p.blocks) * kPieceChannels + thread % kPieceChannels;
     if (thread >= kProjectLines || channel >= hidden) return;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRowGroups; ++i) sum += shared.sums[i][thread];
-    p.sums[static_cast<std::int64_t>(blockIdx.x) * (4 * hidden) + piece / p.blocks * 2 * hidden +
+    p.sums[static_cast<std::int64_t>(blockIdx.x) * (4 * hidden) + plane * 2 * hidden +
            kind * hidden + channel] = sum;
   }
 };

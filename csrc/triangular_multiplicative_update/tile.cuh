@@ -459,50 +459,58 @@ struct WarpProduct {
   }
 };
 
-// Packed operands that stream through a ring in shared memory: `steps` pieces of kBytes, one behind
-// the other in memory.
-template <int kBytes, int kStages>
+// Packed operands that stream through a ring in shared memory. `Source` gives the pieces of kBytes
+// one after the other: take() returns the next one, null behind the last.
+template <int kBytes, int kStages, class Source>
 class Ring {
  public:
   static constexpr int kSize = kBytes * kStages;
   static_assert(kBytes % (16 * kThreads) == 0);
 
-  __device__ __forceinline__ Ring(unsigned char* shared, int thread)
-      : shared_(shared), thread_(thread) {}
+  __device__ __forceinline__ Ring(unsigned char* shared, const Source& source, int thread)
+      : shared_(shared), source_(source), thread_(thread) {}
 
-  // `source(step)` is the piece of a step, null behind the last.
-  template <class Source>
-  __device__ __forceinline__ void start(Source source) {
+  __device__ __forceinline__ void start() {
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) copy(i, source(i));
+    for (int i = 0; i < kStages - 1; ++i) copy();
   }
 
-  // Waits for the piece of `step`, after which the one of the step before may be overwritten:
-  // asks for a later one. `publish` is called between the wait and the barrier.
-  template <class Source, class Publish>
-  __device__ __forceinline__ const unsigned char* next(int step, Source source, Publish publish) {
+  // Waits for the next piece, after which the one before may be overwritten: asks for a later one.
+  // `publish` is called between the wait and the barrier.
+  template <class Publish>
+  __device__ __forceinline__ const unsigned char* next(Publish publish) {
     sm80::cp_async_wait<kStages - 2>();
     publish();
     __syncthreads();
-    copy(step + kStages - 1, source(step + kStages - 1));
-    return shared_ + step % kStages * kBytes;
+    copy();
+    const unsigned char* piece = shared_ + out_;
+    out_ = following(out_);
+    return piece;
   }
 
  private:
-  __device__ __forceinline__ void copy(int step, const unsigned char* from) {
+  static __device__ __forceinline__ int following(int offset) {
+    return offset + kBytes == kSize ? 0 : offset + kBytes;
+  }
+
+  __device__ __forceinline__ void copy() {
+    const unsigned char* from = source_.take();
     if (from) {
-      unsigned char* to = shared_ + step % kStages * kBytes;
 #pragma unroll
       for (int i = 0; i < kBytes / (16 * kThreads); ++i) {
         const int at = (i * kThreads + thread_) * 16;
-        sm80::cp_async_16(to + at, from + at);
+        sm80::cp_async_16(shared_ + in_ + at, from + at);
       }
     }
+    in_ = following(in_);
     sm80::cp_async_commit();
   }
 
   unsigned char* shared_;
+  Source source_;
   int thread_;
+  int in_ = 0;   // where the next piece goes
+  int out_ = 0;  // where the next one is taken
 };
 
 // Four lanes hold two numbers each of four column tiles of 8; afterwards lane t holds the eight of
