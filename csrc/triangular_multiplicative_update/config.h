@@ -19,12 +19,12 @@ struct Tile {
 
 constexpr Tile kTiles[] = {
     // Registers and rates: docs/ops/triangular_multiplicative_update.md.
-    {128, 128, 118 * 1024, 184 * 1024},
+    {128, 128, 121 * 1024, 187 * 1024},
     {64, 256, 102 * 1024, 184 * 1024},
     {32, 512, 98 * 1024, 184 * 1024},
     // For devices with little shared memory, and for problems whose blocks of 128 rows would not
     // fill a GPU.
-    {32, 128, 68 * 1024, 94 * 1024},
+    {32, 128, 72 * 1024, 98 * 1024},
 };
 constexpr int kTileCount = 4;
 constexpr int kSmallRowsTile = 3;

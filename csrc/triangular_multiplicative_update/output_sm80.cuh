@@ -185,12 +185,18 @@ struct Output {
   using Columns = ColumnNumbers<mode, Shape>;
   static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
 
+  // Whether the linears' vectors are kept in shared memory.
+  static constexpr bool kKeeps = Shape::kInnerMost <= 128;
+
   struct alignas(1024) Shared {
     unsigned char pair[kOperandBytes];
     unsigned char o[kOperandBytes];
     unsigned char weights[Weights::kSize];
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
+    // Of the gate, then of the projection.
+    float line_undo[2][kKeeps && is_scaled(mode) ? Shape::kInnerMost : 1];
+    float line_bias[2][kKeeps ? Shape::kInnerMost : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? 2 * kPieceChannels : 1];
   };
 
@@ -215,6 +221,7 @@ struct Output {
   __device__ __forceinline__ void all() {
     Weights weights(shared.weights, OutputSource<kPieceBytes>(p), thread);
     weights.start();
+    keep_vectors();
     const Places places(p.sizes, first);
     prepare_o(places);
     prepare_pair(places);
@@ -358,13 +365,29 @@ struct Output {
     float2 gate_undo, gate_bias, undo, bias;
   };
 
+  __device__ __forceinline__ void keep_vectors() {
+    if (!kKeeps) return;
+    for (int i = thread; i < p.packed.channel_blocks * kPieceChannels; i += kThreads) {
+      shared.line_bias[0][i] = floats(p.packed.gate_bias)[i];
+      shared.line_bias[1][i] = floats(p.packed.out_bias)[i];
+      if (!is_scaled(mode)) continue;
+      shared.line_undo[0][i] = floats(p.packed.gate_undo)[i];
+      shared.line_undo[1][i] = floats(p.packed.out_undo)[i];
+    }
+  }
+
   __device__ __forceinline__ Vectors vectors_of(int channel) const {
-    const auto two = [&](std::int64_t offset) {
-      return *reinterpret_cast<const float2*>(floats(offset) + channel);
+    const auto two = [&](const float* kept, std::int64_t offset) {
+      return *reinterpret_cast<const float2*>((kKeeps ? kept : floats(offset)) + channel);
     };
-    const float2 ones = make_float2(1.0f, 1.0f);
-    return {is_scaled(mode) ? two(p.packed.gate_undo) : ones, two(p.packed.gate_bias),
-            is_scaled(mode) ? two(p.packed.out_undo) : ones, two(p.packed.out_bias)};
+    Vectors v;
+    v.gate_bias = two(shared.line_bias[0], p.packed.gate_bias);
+    v.bias = two(shared.line_bias[1], p.packed.out_bias);
+    if (is_scaled(mode)) {
+      v.gate_undo = two(shared.line_undo[0], p.packed.gate_undo);
+      v.undo = two(shared.line_undo[1], p.packed.out_undo);
+    }
+    return v;
   }
 
   __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
@@ -391,6 +414,8 @@ struct Output {
     float sums[2][kTiles][2] = {};
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
+      float2 grad[2][kTiles];
+      if constexpr (kBackward) load_grads(grad, i, begin + column + 2 * t);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = Multiply::row(thread) + i * 16 + half * 8 + g;
@@ -414,7 +439,7 @@ struct Output {
           }
         }
         if constexpr (kBackward) {
-          turn_back(s, r, sums, at, row, exists, begin + column);
+          turn_back(s, r, sums, grad[half], row, exists, begin + column);
         } else {
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
@@ -465,17 +490,14 @@ struct Output {
 
   __device__ __forceinline__ void turn_back(const float (&s)[kTilesAtOnce][2],
                                             const float (&r)[kTilesAtOnce][2],
-                                            float (&sums)[2][kTilesAtOnce][2], std::int64_t from,
-                                            int row, bool exists, int begin) const {
+                                            float (&sums)[2][kTilesAtOnce][2],
+                                            const float2 (&grad)[kTilesAtOnce], int row, bool exists, int begin) const {
     float projected[kTilesAtOnce][2], gate[kTilesAtOnce][2];
 #pragma unroll
     for (int j = 0; j < kTilesAtOnce; ++j) {
-      const int channel = begin + j * 8 + lane() % 4 * 2;
-      const float2 grad = two_of(p.out_grad, from + channel,
-                                 exists ? p.sizes.channels - channel : 0);
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const float d = (x == 0 ? grad.x : grad.y) * s[j][x];
+        const float d = (x == 0 ? grad[j].x : grad[j].y) * s[j][x];
         projected[j][x] = exists ? d : 0.0f;
         gate[j][x] = exists ? d * r[j][x] * (1.0f - s[j][x]) : 0.0f;
         sums[0][j][x] += projected[j][x];
@@ -487,17 +509,43 @@ struct Output {
     store_row(gate, p.gate_grad, line * p.sizes.channels, line < p.count, begin);
   }
 
-  // Two neighbouring numbers, `count` of which exist.
-  static __device__ __forceinline__ float2 two_of(const Pairs& pairs, std::int64_t at, int count) {
-    const int bytes = pairs.type == DType::kFloat32 ? 8 : 4;
-    const auto address = reinterpret_cast<std::uintptr_t>(pairs.data) + at * (bytes / 2);
-    if (count >= 2 && address % bytes == 0) {
-      if (bytes == 8) return *reinterpret_cast<const float2*>(address);
-      const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(address);
-      return pairs.type == DType::kBFloat16 ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
+  // The result's gradients of a row tile's two rows, two neighbouring channels of each column tile.
+  // All loads of a thread are under way together: what does not exist reads the first numbers.
+  __device__ __forceinline__ void load_grads(float2 (&grad)[2][kTilesAtOnce], int i,
+                                             int channel) const {
+    const Pairs& from = p.out_grad;
+    const std::int64_t strides = from.batch_stride | from.i_stride | from.j_stride;
+    const bool wide = from.type == DType::kFloat32;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(from.data) % (wide ? 8 : 4) == 0 &&
+                         strides % 2 == 0 && p.sizes.channels % 2 == 0;
+    const auto load = [&](auto two_at) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < kTilesAtOnce; ++j) {
+          const int count = p.sizes.channels - channel - j * 8;
+          const bool here = row_at[i][half] >= 0 && count > 0;
+          grad[half][j] = two_at(here ? row_at[i][half] + channel + j * 8 : 0, count);
+        }
+      }
+    };
+    if (!aligned) {
+      load([&](std::int64_t at, int count) {
+        return make_float2(load_number(from.data, from.type, at),
+                           count > 1 ? load_number(from.data, from.type, at + 1) : 0.0f);
+      });
+    } else if (wide) {
+      load([&](std::int64_t at, int) {
+        return *reinterpret_cast<const float2*>(static_cast<const float*>(from.data) + at);
+      });
+    } else {
+      const bool brain = from.type == DType::kBFloat16;
+      load([&](std::int64_t at, int) {
+        const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(
+            static_cast<const std::uint16_t*>(from.data) + at);
+        return brain ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
+      });
     }
-    return make_float2(count >= 1 ? load_number(pairs.data, pairs.type, at) : 0.0f,
-                       count >= 2 ? load_number(pairs.data, pairs.type, at + 1) : 0.0f);
   }
 
   // The sums over the block's rows.

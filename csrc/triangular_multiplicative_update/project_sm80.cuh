@@ -69,7 +69,9 @@ template <Mode mode, class Shape, bool kBackward,
 struct Project {
   static constexpr int kRows = Shape::kRows;
   static constexpr int kParts = parts(mode);
-  static constexpr int kStages = mode == Mode::kSplit ? 2 : 3;
+  // Two where three would leave room for one block a multiprocessor only.
+  static constexpr int kStages =
+      mode == Mode::kSplit || (kBackward && mode != Mode::kBFloat16) ? 2 : 3;
   static constexpr int kRowTiles = Multiply::kRowTiles;
   static constexpr int kQuads = Multiply::kColumnTiles / 4;  // of 16 channels: gate, projection, ...
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same channels
@@ -84,12 +86,18 @@ struct Project {
       kPieceChannels *
       (kBackward ? kBackwardPitch * kPlaneBytes : kForwardPitch * 2 * kParts);
 
+  // Whether the linears' vectors are kept in shared memory, and how long they are.
+  static constexpr bool kKeeps = Shape::kInnerMost <= 128;
+  static constexpr int kVectors = 4 * Shape::kInnerMost;
+
   struct alignas(1024) Shared {
     unsigned char rows[kParts * kRows * Shape::kInnerMost * 2];
     unsigned char weights[Weights::kSize];
     alignas(16) unsigned char turned[kTurnedBytes];
     float factor[kRows];
     int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
+    float undo[kKeeps && is_scaled(mode) ? kVectors : 1];
+    float bias[kKeeps ? kVectors : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? kProjectLines : 1];
   };
 
@@ -159,6 +167,13 @@ struct Project {
   }
 
   __device__ __forceinline__ void prepare_factors(const Places& places) {
+    if (kKeeps) {
+      const int lines = 2 * p.packed.hidden_blocks * kProjectLines;
+      for (int i = thread; i < lines; i += kThreads) {
+        shared.bias[i] = floats(p.packed.project_bias)[i];
+        if (is_scaled(mode)) shared.undo[i] = floats(p.packed.project_undo)[i];
+      }
+    }
     float mask_scale = 1.0f;
     if (is_scaled(mode) && !kBackward) mask_scale = scale_mask();
     if (thread < kRows) {
@@ -203,16 +218,17 @@ struct Project {
     Channels c;
     const int line =
         block_of(piece) * kProjectLines + 2 * quad_channel(quad) + lane() % 4 * 2;
-    const auto two = [&](std::int64_t offset, int at) {
-      return *reinterpret_cast<const float2*>(floats(offset) + at);
+    const auto two = [&](const float* kept, std::int64_t offset, int at) {
+      return *reinterpret_cast<const float2*>((kKeeps ? kept : floats(offset)) + at);
     };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      c.gate_bias[j] = two(p.packed.project_bias, line + j * 16);
-      c.bias[j] = two(p.packed.project_bias, line + j * 16 + 8);
-      const float2 ones = make_float2(1.0f, 1.0f);
-      c.gate_undo[j] = is_scaled(mode) ? two(p.packed.project_undo, line + j * 16) : ones;
-      c.undo[j] = is_scaled(mode) ? two(p.packed.project_undo, line + j * 16 + 8) : ones;
+      c.gate_bias[j] = two(shared.bias, p.packed.project_bias, line + j * 16);
+      c.bias[j] = two(shared.bias, p.packed.project_bias, line + j * 16 + 8);
+      if (is_scaled(mode)) {
+        c.gate_undo[j] = two(shared.undo, p.packed.project_undo, line + j * 16);
+        c.undo[j] = two(shared.undo, p.packed.project_undo, line + j * 16 + 8);
+      }
     }
     return c;
   }
@@ -279,9 +295,7 @@ struct Project {
   // Two channels of a row become two rows of a channel, by exchange with the next row's lane.
   __device__ __forceinline__ void put_turned(int part, int channel, int row, std::uint32_t mine) {
     const std::uint32_t other = __shfl_xor_sync(0xffffffff, mine, 4);
-    const bool odd = row % 2 == 1;
-    const std::uint32_t word =
-        odd ? other >> 16 | (mine & 0xffff0000u) : (mine & 0xffffu) | other << 16;
+    const std::uint32_t word = __byte_perm(mine, other, row % 2 == 1 ? 0x3276 : 0x5410);
     auto* to = reinterpret_cast<std::uint16_t*>(shared.turned) +
                (part * kPieceChannels + channel) * kForwardPitch + row / 2 * 2;
     *reinterpret_cast<std::uint32_t*>(to) = word;
@@ -305,9 +319,12 @@ struct Project {
                            (part * kPieceChannels + channel) * kForwardPitch + eight * 8;
 #pragma unroll
       for (int i = 0; i < kPieceChannels; i += kChannelsAtOnce) {
-        uint4 word = *reinterpret_cast<const uint4*>(turned + i * kForwardPitch);
-        if (existing < 8) word = first_of_eight(word, existing);
-        if (i < there) sm80::store_global_16(to, word);
+        const uint4 word = *reinterpret_cast<const uint4*>(turned + i * kForwardPitch);
+        if (existing == 8 && kPieceChannels <= there + channel) {
+          sm80::store_global_16(to, word);
+        } else if (i < there) {
+          sm80::store_global_16(to, first_of_eight(word, existing));
+        }
         to += kChannelsAtOnce * pairs;
       }
     }
@@ -446,12 +463,12 @@ struct Project {
 };
 
 // Blocks a multiprocessor that the registers are limited for.
-constexpr int project_blocks(Mode mode, bool backward) {
-  return mode == Mode::kSplit || (backward && mode != Mode::kBFloat16) ? 1 : 2;
+constexpr int project_blocks(Mode mode) {
+  return mode == Mode::kSplit ? 1 : 2;
 }
 
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads, project_blocks(mode, kBackward))
+__global__ void __launch_bounds__(kThreads, project_blocks(mode))
     project_kernel(const __grid_constant__ ProjectParams params) {
   Project<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
 }

@@ -11,7 +11,7 @@ template <Mode mode, bool kBackward>
 using ProjectSm90a = Project<mode, Shape<128, 128>, kBackward, GroupProduct<mode, 128, kProjectLines>>;
 
 template <Mode mode, bool kBackward>
-__global__ void __launch_bounds__(kThreads, project_blocks(mode, kBackward))
+__global__ void __launch_bounds__(kThreads, project_blocks(mode))
     project_sm90a_kernel(const __grid_constant__ ProjectParams params) {
   ProjectSm90a<mode, kBackward>::run(params);
 }

@@ -81,11 +81,11 @@ __device__ __forceinline__ void store_quad(const float (&number)[4][2], void* ma
 
 // A block's rows, from the operand of its products, to rows first_row on of a matrix of `count` rows,
 // in the mode's type. `undo` takes back the scale of a row.
-template <Mode mode, class Shape, class Undo>
-__device__ __forceinline__ void store_operand(const unsigned char* operand, int channels,
+template <Mode mode, class Shape, bool kWhole, class Undo>
+__device__ __forceinline__ void store_operand_as(const unsigned char* operand, int channels,
                                               std::int64_t first_row, std::int64_t count,
                                               void* matrix, int thread, Undo undo) {
-  const int eights = (channels + 7) / 8;
+  const int eights = kWhole ? Shape::kInnerMost / 8 : (channels + 7) / 8;
   for (int at = thread; at < Shape::kRows * eights; at += kThreads) {
     const int row = at / eights, eight = at % eights;
     if (first_row + row >= count) continue;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_operand(const unsigned char* operand, int 
     const uint4 hi = *reinterpret_cast<const uint4*>(from);
     const std::uint32_t word[4] = {hi.x, hi.y, hi.z, hi.w};
     const std::int64_t to = (first_row + row) * channels + eight * 8;
-    const bool aligned = channels % 8 == 0;
+    const bool aligned = kWhole || channels % 8 == 0;
     if constexpr (is_wide(mode)) {
       std::uint32_t low[4] = {};
       if (mode == Mode::kSplit) {
@@ -113,6 +113,17 @@ __device__ __forceinline__ void store_operand(const unsigned char* operand, int 
     } else {
       store_words(matrix, to, word, channels - eight * 8, aligned);
     }
+  }
+}
+
+template <Mode mode, class Shape, class Undo>
+__device__ __forceinline__ void store_operand(const unsigned char* operand, int channels,
+                                              std::int64_t first_row, std::int64_t count,
+                                              void* matrix, int thread, Undo undo) {
+  if (channels == Shape::kInnerMost) {  // no divisions
+    store_operand_as<mode, Shape, true>(operand, channels, first_row, count, matrix, thread, undo);
+  } else {
+    store_operand_as<mode, Shape, false>(operand, channels, first_row, count, matrix, thread, undo);
   }
 }
 

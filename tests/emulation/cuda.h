@@ -366,6 +366,15 @@ inline int __float2int_rn(float x) {
   return static_cast<int>(std::nearbyint(x));
 }
 
+// Byte i of the result is that byte of y:x whose number is in bits 4i to 4i+2 of the selector.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const std::uint64_t both = std::uint64_t{y} << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
 inline int __popc(unsigned x) {
   return __builtin_popcount(x);
 }
