@@ -195,8 +195,8 @@ struct Output {
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
     // Of the gate, then of the projection.
-    float line_undo[2][kKeeps && is_scaled(mode) ? Shape::kInnerMost : 1];
-    float line_bias[2][kKeeps ? Shape::kInnerMost : 1];
+    alignas(16) float line_undo[2][kKeeps && is_scaled(mode) ? Shape::kInnerMost : 1];
+    alignas(16) float line_bias[2][kKeeps ? Shape::kInnerMost : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? 2 * kPieceChannels : 1];
   };
 

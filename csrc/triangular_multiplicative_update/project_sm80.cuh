@@ -96,8 +96,8 @@ struct Project {
     alignas(16) unsigned char turned[kTurnedBytes];
     float factor[kRows];
     int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
-    float undo[kKeeps && is_scaled(mode) ? kVectors : 1];
-    float bias[kKeeps ? kVectors : 1];
+    alignas(16) float undo[kKeeps && is_scaled(mode) ? kVectors : 1];
+    alignas(16) float bias[kKeeps ? kVectors : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? kProjectLines : 1];
   };
 
