@@ -15,7 +15,7 @@ TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 INPUT = ("proj_a", "gate_a", "proj_b", "gate_b")
 LINEARS = (*INPUT, "out_proj", "out_gate")
-NORMS = ("layer_norm_in_weight", "layer_norm_in_bias", "layer_norm_out_weight", "layer_norm_out_bias")  # fmt: skip
+NORMS = tuple(f"layer_norm_{at}_{kind}" for at in ("in", "out") for kind in ("weight", "bias"))
 
 
 def run(kernel, inputs, **settings):
@@ -71,9 +71,8 @@ class Problem:
         return self
 
     def run(self):
-        settings = dict(
-            channels=self.channels, hidden=self.hidden, gate_normalized=self.gate_normalized
-        )
+        settings = {"channels": self.channels, "hidden": self.hidden}
+        settings["gate_normalized"] = self.gate_normalized
         for name, value in self.parameters.items():
             settings[f"{name}_type"] = TYPES[value.dtype]
             if name in self.wanted:

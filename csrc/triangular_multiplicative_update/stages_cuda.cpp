@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "triangular_multiplicative_update/contraction.h"
+#include "triangular_multiplicative_update/finish.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
@@ -48,7 +49,7 @@ std::uint16_t* halves(const MaybeTensor& tensor) {
 }
 
 // Packs, projects into a and b (parts, hidden, pairs) and contracts into o (hidden, pairs); returns
-// what was packed.
+// what was packed. For the way back, also folds weights (finish.h) and zeroes `largest`.
 Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,
                const Tensor& layer_norm_in_bias, const Tensor& proj_a_weight,
                const MaybeTensor& proj_a_bias, const Tensor& gate_a_weight,
@@ -59,7 +60,9 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
                const MaybeTensor& out_proj_bias, const Tensor& out_gate_weight,
                const MaybeTensor& out_gate_bias, bool outgoing, bool gate_normalized, double eps,
                std::string_view precision, ScalarType dtype, const Tensor& a, const Tensor& b,
-               const Tensor& o) {
+               const Tensor& o, const MaybeTensor& folded_input,
+               const MaybeTensor& folded_out_proj,
+               const MaybeTensor& folded_out_gate, const MaybeTensor& largest) {
   const DeviceGuard guard(pair.get_device_index());
   const std::int64_t hidden = proj_a_weight.size(0);
   const Setup setup(pair, hidden, precision, dtype);
@@ -75,6 +78,16 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
       weights_of(parameters, sizes.channels, hidden, Storer(pair, false, &kept));
   weights.eps = static_cast<float>(eps);
   weights.gate_normalized = gate_normalized;
+  FoldProblem fold;
+  fold.sizes = sizes;
+  fold.weights = weights;
+  fold.type = type_of(mode);
+  fold.input = folded_input ? folded_input->mutable_data_ptr() : nullptr;
+  fold.out_proj = folded_out_proj ? folded_out_proj->mutable_data_ptr() : nullptr;
+  fold.out_gate = folded_out_gate ? folded_out_gate->mutable_data_ptr() : nullptr;
+  fold.largest = largest ? static_cast<unsigned*>(largest->mutable_data_ptr()) : nullptr;
+  fold_sm80(fold, setup.stream);
+
   Tensor kept_mask = pair;
   const Packed packed = Packed::of(sizes, mode);
   Tensor workspace = empty(pair, {packed.bytes}, ScalarType::Byte);
@@ -268,7 +281,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
       "Tensor layer_norm_out_weight, Tensor layer_norm_out_bias, Tensor out_proj_weight, "
       "Tensor? out_proj_bias, Tensor out_gate_weight, Tensor? out_gate_bias, bool outgoing, "
       "bool gate_normalized, float eps, str precision, ScalarType dtype, Tensor(a!) a, "
-      "Tensor(b!) b, Tensor(c!) o") " -> Tensor");
+      "Tensor(b!) b, Tensor(c!) o, Tensor(d!)? folded_input, Tensor(e!)? folded_out_proj, "
+      "Tensor(f!)? folded_out_gate, Tensor(g!)? largest") " -> Tensor");
   m.def(FUSED_OPS_STAGE("output_backward", FUSED_OPS_PLAN
                         ", bool gate_normalized, float eps, Tensor packed, Tensor o, "
                         "Tensor out_grad, int first_pair, int count, Tensor(a!) out_proj_grad, "
