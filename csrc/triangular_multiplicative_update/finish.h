@@ -16,9 +16,9 @@ struct FoldProblem {
   Sizes sizes;
   Weights weights;
   DType type = DType::kFloat32;
-  void* input = nullptr;     // (4 * hidden, channels)
-  void* out_proj = nullptr;  // (channels, hidden)
-  void* out_gate = nullptr;  // (channels, channels)
+  void* input = nullptr;        // (4 * hidden, channels)
+  void* out_proj = nullptr;     // (channels, hidden)
+  void* out_gate = nullptr;     // (channels, channels)
   unsigned* largest = nullptr;  // (hidden), or null: zeros are written here
 };
 
@@ -55,15 +55,15 @@ struct LineSums {
 struct FinishProblem {
   Sizes sizes;
   Weights weights;
-  Products input;     // (slabs, 4 * hidden, channels)
-  Products out_proj;  // (slabs, channels, hidden)
-  Products out_gate;  // (slabs, channels, channels)
+  Products input;        // (slabs, 4 * hidden, channels)
+  Products out_proj;     // (slabs, channels, hidden)
+  Products out_gate;     // (slabs, channels, channels)
   LineSums input_sums;   // (rows, 4 * hidden)
   LineSums output_sums;  // (rows, 2 * channels)
   LinearResult proj_a, gate_a, proj_b, gate_b, out_proj_result, out_gate_result;
   Result norm_in_weight, norm_in_bias;    // (channels)
   Result norm_out_weight, norm_out_bias;  // (hidden)
-  float* workspace = nullptr;  // finish_workspace() floats, contents arbitrary
+  float* workspace = nullptr;             // finish_workspace() floats, contents arbitrary
 };
 
 std::int64_t finish_workspace(const FinishProblem& problem);

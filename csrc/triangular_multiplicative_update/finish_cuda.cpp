@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last step of the backward as a dispatcher op, beside those of stages_cuda.cpp and for the same
-// caller: the parameters' gradients.
+// The last step of the backward as a dispatcher op, beside those of stages_cuda.cpp and for the
+// same caller: the parameters' gradients.
 #include "triangular_multiplicative_update/arguments.h"
 #include "triangular_multiplicative_update/finish.h"
 

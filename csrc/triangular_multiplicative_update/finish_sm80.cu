@@ -136,9 +136,9 @@ void finish_sm80(const FinishProblem& problem, CUstream_st* stream) {
            finish.lines);
   }
   if (norm_blocks > 0 && line_blocks > 0) {
-    launch_dependent<finish_norms_kernel>("triangular_multiplicative_update: launching finish_norms",
-                                          norm_blocks, kFinishThreads, sizeof(FinishShared), stream,
-                                          finish.norms);
+    launch_dependent<finish_norms_kernel>(
+        "triangular_multiplicative_update: launching finish_norms", norm_blocks, kFinishThreads,
+        sizeof(FinishShared), stream, finish.norms);
   }
 }
 

@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int part = at / m.tiles;
   const std::int64_t column = at % m.tiles * 32 + thread_index() % 32;
   const std::int64_t last = min((part + 1) * m.part_rows, m.rows);
-  const float sum =
-      column_sum(m.from, m.columns, column, part * m.part_rows, last, shared.sums[0]);
+  const float sum = column_sum(m.from, m.columns, column, part * m.part_rows, last, shared.sums[0]);
   if (thread_index() < 32 && column < m.columns) m.to[part * m.columns + column] = sum;
 }
 
@@ -79,7 +78,7 @@ struct FinishGroup {
   int column_tiles = 0;
   int blocks = 0;
   Stored norm_weight, norm_bias;  // null: the input is not normalised
-  float* of_norm[2] = {};  // of weight, bias: (line tiles, inner), or null
+  float* of_norm[2] = {};         // of weight, bias: (line tiles, inner), or null
 };
 
 struct FinishParams {

@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_number(void* data, DType type, std::int64_
     static_cast<float*>(data)[index] = number;
     return;
   }
-  const std::uint32_t bits = type == DType::kBFloat16 ? sm80::pack_bf16(number, 0.0f)
-                                                      : sm80::pack_f16(number, 0.0f);
+  const std::uint32_t bits =
+      type == DType::kBFloat16 ? sm80::pack_bf16(number, 0.0f) : sm80::pack_f16(number, 0.0f);
   static_cast<std::uint16_t*>(data)[index] = static_cast<std::uint16_t>(bits);
 }
 

@@ -78,8 +78,9 @@ class _Products:
             total = sum(_slabs(count, *shape) for _, count in self.chunks)
             self.parts = [torch.empty(total, *shape, dtype=torch.float32, device=left.device)]
         slabs = _slabs(len(left), *shape)
-        lefts = left.view(slabs, -1, shape[0]).transpose(1, 2)
-        rights = right.view(slabs, -1, shape[1])
+        rows = len(left) // slabs
+        lefts = left.as_strided((slabs, shape[0], rows), (rows * shape[0], 1, shape[0]))
+        rights = right.view(slabs, rows, shape[1])
         out = _rows(self.parts[0], self.used, slabs)
         torch.bmm(lefts, rights, out_dtype=torch.float32, out=out)
         self.used += slabs
