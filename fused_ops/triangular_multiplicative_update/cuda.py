@@ -162,12 +162,11 @@ class _Backward:
         if self.needs("pair"):
             self.folded_input = self.empty(4 * self.hidden, self.channels)
             self.folded_gate = self.empty(self.channels, self.channels)
-        packed = _stage("forward")(
+        packed, self.block_rows = _stage("forward")(
             self.pair, self.args["mask"], *self.parameters, self.outgoing,
             self.gate_normalized, self.eps, self.precision, self.dtype, a, b, o,
             self.folded_input, self.folded_out, self.folded_gate, self.largest,
         )  # fmt: skip
-        self.block_rows = _stage("block_rows")(self.pair, *self.plan)
 
         through_gate = self.output_side(packed, o)
         d_pair = None
