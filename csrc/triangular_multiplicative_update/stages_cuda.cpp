@@ -3,8 +3,10 @@
 // alone: it has checked the arguments, allocates, and multiplies matrices between the steps. All
 // take the pair representation, from whose sizes and dtypes the plan follows.
 #include <algorithm>
+#include <tuple>
 
 #include "triangular_multiplicative_update/contraction.h"
+#include "triangular_multiplicative_update/finish.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
@@ -48,18 +50,19 @@ std::uint16_t* halves(const MaybeTensor& tensor) {
 }
 
 // Packs, projects into a and b (parts, hidden, pairs) and contracts into o (hidden, pairs); returns
-// what was packed.
-Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,
-               const Tensor& layer_norm_in_bias, const Tensor& proj_a_weight,
-               const MaybeTensor& proj_a_bias, const Tensor& gate_a_weight,
-               const MaybeTensor& gate_a_bias, const Tensor& proj_b_weight,
-               const MaybeTensor& proj_b_bias, const Tensor& gate_b_weight,
-               const MaybeTensor& gate_b_bias, const Tensor& layer_norm_out_weight,
-               const Tensor& layer_norm_out_bias, const Tensor& out_proj_weight,
-               const MaybeTensor& out_proj_bias, const Tensor& out_gate_weight,
-               const MaybeTensor& out_gate_bias, bool outgoing, bool gate_normalized, double eps,
-               std::string_view precision, ScalarType dtype, const Tensor& a, const Tensor& b,
-               const Tensor& o) {
+// what was packed, and the rows of a block of the two backward kernels, for each of which they write
+// column sums. For the way back, also folds weights (finish.h) and zeroes `largest`.
+std::tuple<Tensor, std::int64_t> forward(
+    const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,
+    const Tensor& layer_norm_in_bias, const Tensor& proj_a_weight, const MaybeTensor& proj_a_bias,
+    const Tensor& gate_a_weight, const MaybeTensor& gate_a_bias, const Tensor& proj_b_weight,
+    const MaybeTensor& proj_b_bias, const Tensor& gate_b_weight, const MaybeTensor& gate_b_bias,
+    const Tensor& layer_norm_out_weight, const Tensor& layer_norm_out_bias,
+    const Tensor& out_proj_weight, const MaybeTensor& out_proj_bias, const Tensor& out_gate_weight,
+    const MaybeTensor& out_gate_bias, bool outgoing, bool gate_normalized, double eps,
+    std::string_view precision, ScalarType dtype, const Tensor& a, const Tensor& b, const Tensor& o,
+    const MaybeTensor& folded_input, const MaybeTensor& folded_out_proj,
+    const MaybeTensor& folded_out_gate, const MaybeTensor& largest) {
   const DeviceGuard guard(pair.get_device_index());
   const std::int64_t hidden = proj_a_weight.size(0);
   const Setup setup(pair, hidden, precision, dtype);
@@ -75,6 +78,16 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
       weights_of(parameters, sizes.channels, hidden, Storer(pair, false, &kept));
   weights.eps = static_cast<float>(eps);
   weights.gate_normalized = gate_normalized;
+  FoldProblem fold;
+  fold.sizes = sizes;
+  fold.weights = weights;
+  fold.type = type_of(mode);
+  fold.input = folded_input ? folded_input->mutable_data_ptr() : nullptr;
+  fold.out_proj = folded_out_proj ? folded_out_proj->mutable_data_ptr() : nullptr;
+  fold.out_gate = folded_out_gate ? folded_out_gate->mutable_data_ptr() : nullptr;
+  fold.largest = largest ? static_cast<unsigned*>(largest->mutable_data_ptr()) : nullptr;
+  fold_sm80(fold, setup.stream);
+
   Tensor kept_mask = pair;
   const Packed packed = Packed::of(sizes, mode);
   Tensor workspace = empty(pair, {packed.bytes}, ScalarType::Byte);
@@ -103,7 +116,7 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
   }
   FUSED_OPS_RUN(project, project, setup.chosen, setup.stream);
   contract_planes(setup.problem, setup.chosen, packed, project, 0, sizes.hidden, o, setup.stream);
-  return workspace;
+  return {workspace, kTiles[setup.chosen.tile].rows};
 }
 
 void output_backward(const Tensor& pair, std::int64_t hidden, std::string_view precision,
@@ -247,12 +260,6 @@ void norm_in_backward(const Tensor& pair, std::int64_t hidden, std::string_view 
   norm_in_backward_sm80(p, setup.stream);
 }
 
-// Rows of a block of the plan: how many column sums the two backward kernels write.
-std::int64_t block_rows(const Tensor& pair, std::int64_t hidden, std::string_view precision,
-                        ScalarType dtype) {
-  return kTiles[Setup(pair, hidden, precision, dtype).chosen.tile].rows;
-}
-
 }  // namespace
 
 #define FUSED_OPS_STAGE(name, arguments) \
@@ -268,7 +275,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
       "Tensor layer_norm_out_weight, Tensor layer_norm_out_bias, Tensor out_proj_weight, "
       "Tensor? out_proj_bias, Tensor out_gate_weight, Tensor? out_gate_bias, bool outgoing, "
       "bool gate_normalized, float eps, str precision, ScalarType dtype, Tensor(a!) a, "
-      "Tensor(b!) b, Tensor(c!) o") " -> Tensor");
+      "Tensor(b!) b, Tensor(c!) o, Tensor(d!)? folded_input, Tensor(e!)? folded_out_proj, "
+      "Tensor(f!)? folded_out_gate, Tensor(g!)? largest") " -> (Tensor, int)");
   m.def(FUSED_OPS_STAGE("output_backward", FUSED_OPS_PLAN
                         ", bool gate_normalized, float eps, Tensor packed, Tensor o, "
                         "Tensor out_grad, int first_pair, int count, Tensor(a!) out_proj_grad, "
@@ -290,7 +298,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
   m.def(FUSED_OPS_STAGE("norm_in_backward", FUSED_OPS_PLAN
                         ", bool outgoing, bool gate_normalized, float eps, Tensor grad, "
                         "Tensor gate_grad, int first_pair, int count, Tensor(a!) out") " -> ()");
-  m.def(FUSED_OPS_STAGE("block_rows", FUSED_OPS_PLAN) " -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fused_ops, CUDA, m) {
@@ -301,7 +308,6 @@ STABLE_TORCH_LIBRARY_IMPL(fused_ops, CUDA, m) {
   m.impl("triangular_multiplicative_update_stage_contract_backward", TORCH_BOX(&contract_backward));
   m.impl("triangular_multiplicative_update_stage_project_backward", TORCH_BOX(&project_backward));
   m.impl("triangular_multiplicative_update_stage_norm_in_backward", TORCH_BOX(&norm_in_backward));
-  m.impl("triangular_multiplicative_update_stage_block_rows", TORCH_BOX(&block_rows));
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -197,17 +197,4 @@ struct NormInBackwardProblem {
 
 void norm_in_backward_sm80(const NormInBackwardProblem& problem, CUstream_st* stream);
 
-// Sums of columns --------------------------------------------------------------------------------
-// out[column] = sum over the rows of partial (rows, columns), in an order that only the sizes give.
-struct ColumnSumsProblem {
-  std::int64_t rows = 0;
-  std::int64_t columns = 0;
-  const float* partial = nullptr;
-  float* out = nullptr;
-  float* workspace = nullptr;  // column_sums_workspace() floats, contents arbitrary
-};
-
-std::int64_t column_sums_workspace(std::int64_t rows, std::int64_t columns);
-void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream);
-
 }  // namespace fused_ops::triangular_multiplicative_update

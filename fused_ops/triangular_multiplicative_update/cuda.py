@@ -4,12 +4,15 @@
 Nothing but the inputs is kept by the forward: a, b and o are formed again. Then, some lines of
 pairs at a time, back through the output gate, the output projection and the second LayerNorm (the
 gradient of o takes o's place); through the contraction, to the gradients of a and b; and, some
-lines at a time, through the gates, the projections and the first LayerNorm. docs/ops/ has the
-formulae.
+lines at a time, through the gates, the projections and the first LayerNorm. The parameters'
+gradients follow at the end from sums over pairs. docs/ops/ has the formulae.
+
+Calls into PyTorch are few: up to N of some 500 their host time decides how fast the whole is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,9 +24,12 @@ from fused_ops.triangular_multiplicative_update.composition import DIFFERENTIABL
 
 _PLACES = 8  # lines of pairs are padded to a multiple of so many
 _ROWS = 1 << 18  # of pairs at a time: their matrices are small beside the planes, and fill a GPU
+_PARAMETERS = DIFFERENTIABLE[1:]
 _INPUT_SIDE = DIFFERENTIABLE[:11]  # the pair and what comes before the contraction
+_LINES = 16  # chunks are so many lines, that is, whole blocks of rows, or up to the last line
 
 
+@functools.cache
 def _stage(name: str) -> Any:
     return getattr(torch.ops.fused_ops, f"triangular_multiplicative_update_stage_{name}").default
 
@@ -36,15 +42,6 @@ class _Plan(NamedTuple):
     dtype: torch.dtype
 
 
-class _Sums(NamedTuple):
-    """Sums over all pairs: gradient times input of a linear, and of its bias."""
-
-    product: Tensor
-    """(out, in)"""
-    bias: Tensor
-    """(out,)"""
-
-
 def _matmul(a: Tensor, b: Tensor, precision: str) -> Tensor:
     """``a @ b`` in their dtype; fp32 to the accuracy that ``precision`` asks for."""
     if a.dtype == torch.float32:
@@ -52,15 +49,51 @@ def _matmul(a: Tensor, b: Tensor, precision: str) -> Tensor:
     return torch.mm(a, b)
 
 
-def _sum_over_rows(a: Tensor, b: Tensor, precision: str) -> Tensor:
-    """``a.T @ b`` in fp32 for two matrices of many rows, a multiple of 8, summed in fixed order."""
-    if a.dtype == torch.float32:
-        return torch.ops.fused_ops.tensor_matmul_reduce.default(a, b, precision, None)
-    # Slabs of rows are a batch: one product of few results would leave most of the GPU idle.
-    slabs = next(s for s in (64, 32, 16, 8) if len(a) % s == 0)
-    left = a.view(slabs, -1, a.shape[1]).transpose(1, 2)
-    right = b.view(slabs, -1, b.shape[1])
-    return torch.bmm(left, right, out_dtype=torch.float32).sum(0)
+def _slabs(rows: int, left: int, right: int) -> int:
+    """Slabs of rows are a batch: one product of few results would leave most of the GPU idle."""
+    tiles = -(-left // 128) * -(-right // 128)
+    return next(s for s in (64, 32, 16, 8) if rows % s == 0 and (s * tiles <= 256 or s == 8))
+
+
+class _Products:
+    """``left.T @ right`` of chunks of rows in fp32: slabs (slabs, left, right), to be added.
+
+    The number of rows of a chunk is a multiple of 8.
+    """
+
+    def __init__(self, chunks: list[tuple[int, int]], precision: str) -> None:
+        self.chunks = chunks
+        self.precision = precision
+        self.parts: list[Tensor] = []
+        self.used = 0
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """The product of the next chunk."""
+        if left.dtype == torch.float32:
+            reduce = torch.ops.fused_ops.tensor_matmul_reduce.default
+            self.parts.append(reduce(left, right, self.precision, None))
+            return
+        shape = (left.shape[1], right.shape[1])
+        if not self.parts:
+            total = sum(_slabs(count, *shape) for _, count in self.chunks)
+            self.parts = [torch.empty(total, *shape, dtype=torch.float32, device=left.device)]
+        slabs = _slabs(len(left), *shape)
+        rows = len(left) // slabs
+        lefts = left.as_strided((slabs, shape[0], rows), (rows * shape[0], 1, shape[0]))
+        rights = right.view(slabs, rows, shape[1])
+        out = _rows(self.parts[0], self.used, slabs)
+        torch.bmm(lefts, rights, out_dtype=torch.float32, out=out)
+        self.used += slabs
+
+    def slabs(self) -> Tensor | None:
+        """What was added; None if nothing was."""
+        if not self.parts:
+            return None
+        return self.parts[0] if len(self.parts) == 1 else torch.stack(self.parts)
+
+
+def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
+    return tensor if count == len(tensor) else tensor[first : first + count]
 
 
 class _Backward:
@@ -85,22 +118,15 @@ class _Backward:
         self.split = self.dtype == torch.float32 and self.precision == "ieee"
         self.brain = self.dtype == torch.bfloat16
         self.wide = torch.bfloat16 if self.brain else torch.float32
-        self.results: dict[str, Tensor] = {}
-        self.parameters = self._in_fp32(args)
+        self.parameters = [args[name] for name in _PARAMETERS]
+        self.chunks = list(self._chunks())
+        self.out_proj_products = self._products()
+        self.out_gate_products = _Products([(0, self.pairs)], self.precision)
+        self.input_products = self._products()
+        self.input_sums: Tensor | None = None
 
-    def _in_fp32(self, args: dict[str, Any]) -> dict[str, Tensor]:
-        """The parameters in fp32, by name; a missing bias is zeros."""
-        names = DIFFERENTIABLE[1:]
-        values = {name: args[name] for name in names}
-        for name, value in values.items():
-            if value is None:
-                weight = args[name.replace("_bias", "_weight")]
-                values[name] = torch.zeros(weight.shape[0], device=weight.device)
-        wide = {n: v for n, v in values.items() if v.dtype != torch.float32}
-        casts = [torch.empty(v.shape, device=v.device) for v in wide.values()]
-        if casts:
-            torch._foreach_copy_(casts, list(wide.values()))
-        return values | dict(zip(wide, casts, strict=True))
+    def _products(self) -> _Products:
+        return _Products(self.chunks, self.precision)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.pair.device)
@@ -108,67 +134,63 @@ class _Backward:
     def needs(self, *names: str) -> bool:
         return not self.needed.isdisjoint(names)
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
+    def _chunks(self) -> Iterator[tuple[int, int]]:
         """(first pair, number of pairs): whole lines."""
         lines = self.batch * self.n
-        step = max(1, _ROWS // self.pitch)
+        step = max(1, _ROWS // self.pitch // _LINES) * _LINES
         for first in range(0, lines, step):
             yield first * self.pitch, min(step, lines - first) * self.pitch
 
-    def matrices(self, plane: Tensor) -> Tensor:
-        """A plane as (hidden * batch, n, n)."""
-        return plane.view(-1, self.n, self.pitch)[..., : self.n]
+    def matrices(self, plane: Tensor, transposed: bool = False) -> Tensor:
+        """A plane, or the first of several, as (hidden * batch, n, n)."""
+        n, pitch = self.n, self.pitch
+        strides = (n * pitch, 1, pitch) if transposed else (n * pitch, pitch, 1)
+        return plane.as_strided((self.hidden * self.batch, n, n), strides)
 
     def run(self) -> list[Tensor]:
-        a_parts = 2 if self.split else 1
+        input_side = self.needs(*_INPUT_SIDE)
         half = torch.bfloat16 if self.brain else torch.float16
-        a = self.empty(a_parts, self.hidden, self.pairs, dtype=half)
+        a = self.empty(2 if self.split else 1, self.hidden, self.pairs, dtype=half)
         b = torch.empty_like(a)
         o = self.empty(self.hidden, self.pairs, dtype=self.wide)
-        names = list(self.args)
-        parameters = [self.args[name] for name in names[: names.index("eps")]]
-        packed = _stage("forward")(*parameters, self.eps, self.precision, self.dtype, a, b, o)
-        self.block_rows = _stage("block_rows")(self.pair, *self.plan)
+        # Weights to multiply gradients with, where gradients must come so far.
+        self.folded_input = self.folded_gate = self.folded_out = self.largest = None
+        if input_side:
+            self.folded_out = self.empty(self.channels, self.hidden)
+            if not self.brain:
+                self.largest = self.empty(self.hidden, dtype=torch.int32)
+        if self.needs("pair"):
+            self.folded_input = self.empty(4 * self.hidden, self.channels)
+            self.folded_gate = self.empty(self.channels, self.channels)
+        packed, self.block_rows = _stage("forward")(
+            self.pair, self.args["mask"], *self.parameters, self.outgoing,
+            self.gate_normalized, self.eps, self.precision, self.dtype, a, b, o,
+            self.folded_input, self.folded_out, self.folded_gate, self.largest,
+        )  # fmt: skip
 
-        input_side = self.needs(*_INPUT_SIDE)
-        through_gate = self.output_side(packed, o, input_side)
+        through_gate = self.output_side(packed, o)
+        d_pair = None
         if input_side:
             da, db, undo = self.contraction(packed, o, a, b)
             del o, a, b
-            self.input_side(packed, da, db, undo, through_gate)
-        wanted = [name for name in DIFFERENTIABLE if name in self.needed]
-        grads = {name: self.results[name] for name in wanted}
-        # A tensor of its own for each, in its parameter's dtype.
-        own = {n: torch.empty_like(self.args[n]) for n in wanted if n != "pair"}
-        if own:
-            torch._foreach_copy_(list(own.values()), [grads[name] for name in own])
-        return [own.get(name, grads[name]) for name in wanted]
+            d_pair = self.input_side(packed, da, db, undo, through_gate)
+        grads = self.finish()
+        if d_pair is not None:
+            grads["pair"] = d_pair
+        return [grads[name] for name in DIFFERENTIABLE if name in self.needed]
 
     # Output side --------------------------------------------------------------------------------
 
-    def output_side(self, packed: Tensor, o: Tensor, input_side: bool) -> Tensor | None:
+    def output_side(self, packed: Tensor, o: Tensor) -> Tensor | None:
         """Gradients of what comes after the contraction; o becomes its own gradient.
 
         Returns what came through the output gate, in its rows, for all pairs.
         """
-        norm = self.parameters["layer_norm_out_weight"]
-        weight = self.parameters["out_proj_weight"]
-        folded = (weight * norm).to(self.dtype)
-        gate_weight = self.parameters["out_gate_weight"]
-        gate_folded = gate_weight
-        if self.gate_normalized:
-            gate_folded = gate_weight * self.parameters["layer_norm_in_weight"]
-        gate_folded = gate_folded.to(self.dtype)
-        self.largest = None
-        if not self.brain and input_side:
-            self.largest = torch.zeros(self.hidden, dtype=torch.int32, device=o.device)
-        need_pair = self.needs("pair")
-        # With the gate on LayerNorm(pair), its weight and bias have a share in it.
-        need_gate = self.needs("out_gate_weight") or (
-            self.gate_normalized and self.needs("layer_norm_in_weight", "layer_norm_in_bias")
-        )
-        need_gate = need_gate or self.gate_normalized and self.needs("pair")
         need_proj = self.needs("out_proj_weight", "layer_norm_out_weight")
+        # With the gate on LayerNorm(pair), the weight of that has a share in it.
+        need_gate = self.needs("out_gate_weight") or (
+            self.gate_normalized and self.needs("layer_norm_in_weight")
+        )
         plain = (
             self.n == self.pitch
             and self.pair.is_contiguous()
@@ -177,26 +199,28 @@ class _Backward:
         )
         gate_input = None
         if need_gate:
-            gate_input = self.pair if plain else self.empty(self.pairs, self.channels)
-            gate_input = gate_input.view(-1, self.channels)
+            if plain:
+                gate_input = self.pair.view(-1, self.channels)
+            else:
+                gate_input = self.empty(self.pairs, self.channels)
         d_gate = self.empty(self.pairs, self.channels)
 
-        proj_sums, columns = [], []
-        for first, count in self.chunks():
-            chunk = slice(first, first + count)
+        self.output_sums = self.line_sums(2 * self.channels)
+        for first, count in self.chunks:
             d_proj = self.empty(count, self.channels)
             normalised = self.empty(count, self.hidden)
-            sums = self.column_sums(count, 2 * self.channels)
-            kept = None if plain or gate_input is None else gate_input[chunk]
+            kept = None
+            if gate_input is not None and not plain:
+                kept = _rows(gate_input, first, count)
             _stage("output_backward")(
                 self.pair, *self.plan, self.gate_normalized, self.eps, packed, o, self.grad,
-                first, count, d_proj, d_gate[chunk], normalised, kept, sums,
+                first, count, d_proj, _rows(d_gate, first, count), normalised, kept,
+                self.of_chunk(self.output_sums, first, count),
             )  # fmt: skip
-            columns.append(sums.sum(0))
             if need_proj:
-                proj_sums.append(_sum_over_rows(d_proj, normalised, self.precision))
-            if input_side:
-                d_normalised = _matmul(d_proj, folded, self.precision)
+                self.out_proj_products.add(d_proj, normalised)
+            if self.folded_out is not None:
+                d_normalised = _matmul(d_proj, self.folded_out, self.precision)
                 _stage("norm_out_backward")(
                     self.pair, *self.plan, self.eps, packed, d_normalised, first, count, o,
                     self.largest,
@@ -204,32 +228,20 @@ class _Backward:
                 del d_normalised
             del d_proj, normalised
 
-        bias = _total(columns)
-        d_proj_bias, d_gate_bias = bias[: self.channels], bias[self.channels :]
-        self.results["out_proj_bias"] = d_proj_bias
-        self.results["out_gate_bias"] = d_gate_bias
-        norm_bias = self.parameters["layer_norm_out_bias"]
-        self.results["layer_norm_out_bias"] = d_proj_bias @ weight
-        if need_proj:
-            product = _total(proj_sums)
-            self.results["out_proj_weight"] = product * norm + torch.outer(d_proj_bias, norm_bias)
-            self.results["layer_norm_out_weight"] = (weight * product).sum(0)
-        self.gate_sums = None
-        if need_gate:
-            assert gate_input is not None
-            product = _sum_over_rows(d_gate, gate_input, self.precision)
+        if gate_input is not None:
+            self.out_gate_products.add(d_gate, gate_input)
             del gate_input
-            if self.gate_normalized:
-                self.gate_sums = _Sums(product, d_gate_bias)
-                product = product * self.parameters["layer_norm_in_weight"] + torch.outer(
-                    d_gate_bias, self.parameters["layer_norm_in_bias"]
-                )
-            self.results["out_gate_weight"] = product
-        return _matmul(d_gate, gate_folded, self.precision) if need_pair else None
+        if self.folded_gate is None:
+            return None
+        return _matmul(d_gate, self.folded_gate, self.precision)
 
-    def column_sums(self, count: int, columns: int) -> Tensor:
-        """Room for a row of column sums from each block of ``count`` pairs."""
-        return self.empty(-(-count // self.block_rows), columns, dtype=torch.float32)
+    def line_sums(self, lines: int) -> Tensor:
+        """Room for a row of sums from each block of pairs."""
+        return self.empty(-(-self.pairs // self.block_rows), lines, dtype=torch.float32)
+
+    def of_chunk(self, sums: Tensor, first: int, count: int) -> Tensor:
+        """The rows of a chunk, which begins with a block."""
+        return _rows(sums, first // self.block_rows, -(-count // self.block_rows))
 
     # Contraction --------------------------------------------------------------------------------
 
@@ -240,15 +252,14 @@ class _Backward:
         da = self.empty(self.hidden, self.pairs, dtype=self.wide)
         if self.brain:
             db = torch.empty_like(da)
-            d = self.matrices(d_o)
-            torch.bmm(d, self.matrices(b[0]), out=self.matrices(da))
-            torch.bmm(d.transpose(1, 2), self.matrices(a[0]), out=self.matrices(db))
+            torch.bmm(self.matrices(d_o), self.matrices(b), out=self.matrices(da))
+            torch.bmm(self.matrices(d_o, True), self.matrices(a), out=self.matrices(db))
             return da, db, None
         assert self.largest is not None
         parts = self.empty(len(a), self.hidden, self.pairs, dtype=torch.float16)
         undo = self.empty(self.hidden, dtype=torch.float32)
         lo = parts[1] if self.split else None
-        _stage("split_plane")(self.pair, *self.plan, d_o, self.largest, parts[0], lo, undo)
+        _stage("split_plane")(self.pair, *self.plan, d_o, self.largest, parts, lo, undo)
         # o is not needed any more, and its memory is as large as that of db.
         db = d_o
         if self.split:
@@ -256,11 +267,11 @@ class _Backward:
             contract(self.pair, *self.plan, packed, parts, undo, b, False, da)
             contract(self.pair, *self.plan, packed, parts, undo, a, True, db)
             return da, db, None
-        d = self.matrices(parts[0])
-        torch.bmm(d, self.matrices(b[0]), out_dtype=torch.float32, out=self.matrices(da))
-        torch.bmm(
-            d.transpose(1, 2), self.matrices(a[0]), out_dtype=torch.float32, out=self.matrices(db)
-        )
+        for d, plane, out in (
+            (self.matrices(parts), b, da),
+            (self.matrices(parts, True), a, db),
+        ):
+            torch.bmm(d, self.matrices(plane), out_dtype=torch.float32, out=self.matrices(out))
         return da, db, undo
 
     # Input side ---------------------------------------------------------------------------------
@@ -272,57 +283,49 @@ class _Backward:
         db: Tensor,
         undo: Tensor | None,
         through_gate: Tensor | None,
-    ) -> None:
-        """Gradients of what comes before the contraction."""
-        order = ("proj_a", "gate_a", "proj_b", "gate_b")  # of the columns of the gradient
-        weight = torch.cat([self.parameters[f"{name}_weight"] for name in order])
-        norm = self.parameters["layer_norm_in_weight"]
-        folded = (weight * norm).to(self.dtype)
-        weights = [f"{name}_weight" for name in order]
-        need_sums = self.needs(*weights, "layer_norm_in_weight")
+    ) -> Tensor | None:
+        """Through what comes before the contraction, to the gradient of the pair."""
+        need_products = self.needs(
+            "proj_a_weight", "gate_a_weight", "proj_b_weight", "gate_b_weight",
+            "layer_norm_in_weight",
+        )  # fmt: skip
         d_pair = None
-        if self.needs("pair"):
-            d_pair = torch.empty(self.pair.shape, dtype=self.pair.dtype, device=self.pair.device)
-        products, columns = [], []
-        for first, count in self.chunks():
+        if self.folded_input is not None:
+            d_pair = self.empty(*self.pair.shape, dtype=self.pair.dtype)
+        self.input_sums = self.line_sums(4 * self.hidden)
+        for first, count in self.chunks:
             d = self.empty(count, 4 * self.hidden)
             normalised = self.empty(count, self.channels)
-            sums = self.column_sums(count, 4 * self.hidden)
             _stage("project_backward")(
                 self.pair, self.args["mask"], *self.plan, self.outgoing, self.eps, packed, da, db,
-                undo, first, count, d, normalised, sums,
+                undo, first, count, d, normalised, self.of_chunk(self.input_sums, first, count),
             )  # fmt: skip
-            columns.append(sums.sum(0))
-            if need_sums:
-                products.append(_sum_over_rows(d, normalised, self.precision))
-            if d_pair is not None:
-                d_normalised = _matmul(d, folded, self.precision)
+            if need_products:
+                self.input_products.add(d, normalised)
+            if self.folded_input is not None:
+                d_normalised = _matmul(d, self.folded_input, self.precision)
                 _stage("norm_in_backward")(
                     self.pair, *self.plan, self.outgoing, self.gate_normalized, self.eps,
                     d_normalised, through_gate, first, count, d_pair,
                 )  # fmt: skip
-                self.results["pair"] = d_pair
-        bias = _total(columns)
-        for name, part in zip(order, bias.chunk(4), strict=True):
-            self.results[f"{name}_bias"] = part
-        norm_bias = self.parameters["layer_norm_in_bias"]
-        d_norm_bias = bias @ weight
-        if need_sums:
-            product = _total(products)
-            d_weight = product * norm + torch.outer(bias, norm_bias)
-            for name, part in zip(weights, d_weight.chunk(4), strict=True):
-                self.results[name] = part
-            d_norm = (weight * product).sum(0)
-            if self.gate_sums is not None:
-                d_norm += (self.parameters["out_gate_weight"] * self.gate_sums.product).sum(0)
-            self.results["layer_norm_in_weight"] = d_norm
-        if self.gate_sums is not None:
-            d_norm_bias += self.gate_sums.bias @ self.parameters["out_gate_weight"]
-        self.results["layer_norm_in_bias"] = d_norm_bias
+        return d_pair
 
+    # Parameters ---------------------------------------------------------------------------------
 
-def _total(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    def finish(self) -> dict[str, Tensor]:
+        """Of the wanted parameters: each a tensor of its own, in its parameter's dtype."""
+        grads = {
+            name: torch.empty_like(self.args[name], memory_format=torch.contiguous_format)
+            for name in _PARAMETERS
+            if name in self.needed
+        }
+        if grads:
+            _stage("finish")(
+                self.pair, *self.parameters, self.gate_normalized, self.input_products.slabs(),
+                self.out_proj_products.slabs(), self.out_gate_products.slabs(), self.input_sums,
+                self.output_sums, *(grads.get(name) for name in _PARAMETERS),
+            )  # fmt: skip
+        return grads
 
 
 def cuda_backward(grad: Tensor, *args: Any) -> list[Tensor] | None:

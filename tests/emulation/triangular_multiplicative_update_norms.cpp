@@ -2,7 +2,6 @@
 // The backward kernels of triangular_multiplicative_update around its LayerNorms, through their
 // launchers.
 #include "emulation/driver.h"
-#include "triangular_multiplicative_update/column_sums_sm80.cu"
 #include "triangular_multiplicative_update/norm_backward_sm80.cu"
 #include "triangular_multiplicative_update/split_plane_sm80.cu"
 
@@ -80,19 +79,6 @@ const emulation::Kernel norm_in("norm_in", [](Request& request) {
   p.output_type = type(request, "output_type");
   p.out = changed<char>(request, "out");  // what other pairs hold must stay
   norm_in_backward_sm80(p, nullptr);
-});
-
-const emulation::Kernel column_sums("column_sums", [](Request& request) {
-  ColumnSumsProblem p;
-  p.rows = request.integer("rows");
-  p.columns = request.integer("columns");
-  p.partial = request.input<float>("partial");
-  p.out = request.output<float>("out", p.columns);
-  const std::int64_t size = column_sums_workspace(p.rows, p.columns);
-  const emulation::Buffer workspace(static_cast<std::size_t>(size) * sizeof(float));
-  emulation::poison(workspace.data(), workspace.bytes());
-  p.workspace = reinterpret_cast<float*>(workspace.data());
-  column_sums_sm80(p, nullptr);
 });
 
 }  // namespace
