@@ -8,9 +8,82 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
+// Packed operands that stream through a ring in shared memory, brought by the copy engine, which one
+// thread asks for. A piece is waited for, and given back, without a meeting of the block.
+template <int kBytes, int kStages, class Source>
+class BulkRing {
+ public:
+  struct Storage {
+    unsigned char pieces[kStages][kBytes];
+    std::uint64_t full[kStages];   // a piece has come
+    std::uint64_t empty[kStages];  // all warps have read it
+  };
+
+  // `every_thread_arrives`: for a race checker, which does not see that one lane can for its warp.
+  __device__ __forceinline__ BulkRing(Storage& storage, const Source& source, int thread,
+                                      bool every_thread_arrives)
+      : storage_(storage), source_(source), thread_(thread), every_(every_thread_arrives) {
+    if (thread == 0) {
+      for (int i = 0; i < kStages; ++i) {
+        sm80::mbarrier_init(&storage.full[i], 1);
+        sm80::mbarrier_init(&storage.empty[i], every_thread_arrives ? kThreads : kWarps);
+      }
+      sm90a::fence_async();
+    }
+  }
+
+  // Between this and next() the block meets, for the barriers' sake.
+  __device__ __forceinline__ void start() {
+    if (thread_ != 0) return;
+    for (int i = 0; i < kStages - 1; ++i) copy();
+  }
+
+  __device__ __forceinline__ const unsigned char* next() const {
+    sm80::mbarrier_wait(&storage_.full[out_.stage], out_.round);
+    return storage_.pieces[out_.stage];
+  }
+
+  // The piece has been read. Asks for the one that takes the place of the one before it, which the
+  // others have read by now, or soon.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (every_ || thread_ % 32 == 0) sm80::mbarrier_arrive(&storage_.empty[out_.stage]);
+    out_.advance();
+    if (thread_ == 0) copy();
+  }
+
+ private:
+  struct Slot {
+    int stage = 0;
+    int round = 0;  // modulo 2
+    __device__ __forceinline__ void advance() {
+      if (++stage == kStages) {
+        stage = 0;
+        round ^= 1;
+      }
+    }
+  };
+
+  __device__ __forceinline__ void copy() {
+    const unsigned char* from = source_.take();
+    if (!from) return;
+    sm80::mbarrier_wait(&storage_.empty[in_.stage], in_.round ^ 1);
+    sm90a::mbarrier_arrive_expect(&storage_.full[in_.stage], kBytes);
+    sm90a::bulk_copy(storage_.pieces[in_.stage], from, kBytes, &storage_.full[in_.stage]);
+    in_.advance();
+  }
+
+  Storage& storage_;
+  Source source_;
+  int thread_;
+  bool every_;
+  Slot in_, out_;
+};
+
 template <Mode mode, int kRows, int kColumns>
 struct GroupProduct {
   static_assert(kRows == 64 * (kThreads / 128));
+  static constexpr int kGroupThreads = 128;  // that share rows
   static constexpr int kRowTiles = 1;  // of a warp
   static constexpr int kColumnTiles = kColumns / 8;
 
@@ -19,6 +92,16 @@ struct GroupProduct {
   static __device__ __forceinline__ int row(int thread) { return thread / 32 * 16; }
   static __device__ __forceinline__ int column(int) { return 0; }
   static __device__ __forceinline__ void publish() { sm90a::fence_async(); }
+  static __device__ __forceinline__ void meet(int thread) {
+    if (thread < 128) {
+      sm80::named_barrier<1, 128>();
+    } else {
+      sm80::named_barrier<2, 128>();
+    }
+  }
+
+  template <int kBytes, int kStages, class Source>
+  using Weights = BulkRing<kBytes, kStages, Source>;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll

@@ -10,6 +10,7 @@ namespace fused_ops::triangular_multiplicative_update {
 inline OutputParams params_of(const OutputProblem& problem) {
   OutputParams params;
   params.sizes = problem.sizes;
+  params.every_thread_arrives = every_thread_arrives();
   params.eps = problem.eps;
   params.gate_normalized = problem.gate_normalized;
   params.pair = problem.pair;
@@ -24,6 +25,7 @@ inline OutputParams params_of(const OutputProblem& problem) {
 inline OutputParams params_of(const OutputBackwardProblem& problem) {
   OutputParams params;
   params.sizes = problem.sizes;
+  params.every_thread_arrives = every_thread_arrives();
   params.eps = problem.eps;
   params.gate_normalized = problem.gate_normalized;
   params.pair = problem.pair;

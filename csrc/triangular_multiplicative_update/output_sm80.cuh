@@ -16,6 +16,7 @@ struct OutputParams {
   Sizes sizes;
   float eps = 0.0f;
   bool gate_normalized = false;
+  bool every_thread_arrives = false;
   Pairs pair;
   unsigned char* workspace = nullptr;
   Packed packed;
@@ -181,7 +182,8 @@ struct Output {
   static constexpr int kTilesAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same columns
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes * kParts;
-  using Weights = Ring<kPieceBytes, kStages, OutputSource<kPieceBytes>>;
+  using Weights =
+      typename Multiply::template Weights<kPieceBytes, kStages, OutputSource<kPieceBytes>>;
   using Columns = ColumnNumbers<mode, Shape>;
   static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
 
@@ -191,7 +193,7 @@ struct Output {
   struct alignas(1024) Shared {
     unsigned char pair[kOperandBytes];
     unsigned char o[kOperandBytes];
-    unsigned char weights[Weights::kSize];
+    alignas(1024) typename Weights::Storage weights;
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
     // Of the gate, then of the projection.
@@ -219,7 +221,7 @@ struct Output {
   }
 
   __device__ __forceinline__ void all() {
-    Weights weights(shared.weights, OutputSource<kPieceBytes>(p), thread);
+    Weights weights(shared.weights, OutputSource<kPieceBytes>(p), thread, p.every_thread_arrives);
     weights.start();
     keep_vectors();
     const Places places(p.sizes, first);
@@ -230,21 +232,24 @@ struct Output {
     const auto o = Multiply::left(shared.o, thread);
     constexpr int kBlock = kParts * kRows * kLineBytes;
     find_rows(places);
+    Multiply::publish();
+    __syncthreads();
+    if (kBackward) store_normalised();
     Multiply gate, projected;
     for (int piece = 0; piece < p.packed.channel_blocks; ++piece) {
       gate.clear();
       for (int block = 0; block < p.packed.channel_blocks; ++block) {
-        const unsigned char* lines = weights.next(&Multiply::publish);
-        if (kBackward && piece == 0 && block == 0) store_normalised();
+        const unsigned char* lines = weights.next();
         gate.multiply(pair + block * kBlock, kRows * kLineBytes,
                       Multiply::right(lines, thread), kPieceChannels * kLineBytes);
+        weights.release();
       }
       projected.clear();
       for (int block = 0; block < p.packed.hidden_blocks; ++block) {
-        const unsigned char* lines = weights.next(&Multiply::publish);
+        const unsigned char* lines = weights.next();
         projected.multiply(o + block * kBlock, kRows * kLineBytes,
-                           Multiply::right(lines, thread),
-                           kPieceChannels * kLineBytes);
+                           Multiply::right(lines, thread), kPieceChannels * kLineBytes);
+        weights.release();
       }
       finish(gate, projected, piece * kPieceChannels);
     }
@@ -399,6 +404,7 @@ struct Output {
     if constexpr (kBackward) {
       __syncthreads();
       add_columns(begin);
+      __syncthreads();  // the sums have been read
     }
   }
 

@@ -10,6 +10,7 @@ namespace fused_ops::triangular_multiplicative_update {
 inline ProjectParams params_of(const ProjectProblem& problem) {
   ProjectParams params;
   params.sizes = problem.sizes;
+  params.every_thread_arrives = every_thread_arrives();
   params.turned = !problem.outgoing;
   params.eps = problem.eps;
   params.pair = problem.pair;
@@ -30,6 +31,7 @@ inline ProjectParams params_of(const ProjectProblem& problem) {
 inline ProjectParams params_of(const ProjectBackwardProblem& problem) {
   ProjectParams params;
   params.sizes = problem.sizes;
+  params.every_thread_arrives = every_thread_arrives();
   params.turned = !problem.outgoing;
   params.eps = problem.eps;
   params.pair = problem.pair;

@@ -21,6 +21,7 @@ struct ProjectParams {
   Pairs pair;
   Mask mask;
   bool needs_largest = false;
+  bool every_thread_arrives = false;
   unsigned char* workspace = nullptr;
   Packed packed;
   int first_block = 0;
@@ -77,7 +78,8 @@ struct Project {
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same channels
   static constexpr int kPlaneBytes = mode == Mode::kBFloat16 ? 2 : 4;  // of a gradient's number
   static constexpr int kPieceBytes = kProjectLines * kLineBytes * kParts;
-  using Weights = Ring<kPieceBytes, kStages, ProjectSource<kPieceBytes>>;
+  using Weights =
+      typename Multiply::template Weights<kPieceBytes, kStages, ProjectSource<kPieceBytes>>;
 
   // Channels of a piece along the rows; the distance between channels avoids bank conflicts.
   static constexpr int kForwardPitch = kRows + 8;
@@ -92,7 +94,7 @@ struct Project {
 
   struct alignas(1024) Shared {
     unsigned char rows[kParts * kRows * Shape::kInnerMost * 2];
-    unsigned char weights[Weights::kSize];
+    alignas(1024) typename Weights::Storage weights;
     alignas(16) unsigned char turned[kTurnedBytes];
     float factor[kRows];
     int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
@@ -129,7 +131,7 @@ struct Project {
   }
 
   __device__ __forceinline__ void all() {
-    Weights weights(shared.weights, ProjectSource<kPieceBytes>(p), thread);
+    Weights weights(shared.weights, ProjectSource<kPieceBytes>(p), thread, p.every_thread_arrives);
     RowNumbers<Shape> rows;
     const Places places(p.sizes, first);
     rows.load(p.pair, p.sizes, places, p.turned, thread);
@@ -139,27 +141,32 @@ struct Project {
     sm80::griddepcontrol_wait();  // up to here nothing packed was read, and nothing written
     weights.start();
     prepare_factors(places);
+    Multiply::publish();
+    __syncthreads();
+    if (kBackward) store_normalised();
 
     const auto a = Multiply::left(shared.rows, thread);
     Multiply product;
     for (int piece = 0; piece < 2 * p.blocks; ++piece) {
       product.clear();
+      if constexpr (kBackward) {
+        if (piece > 0) __syncthreads();  // the piece before has been turned
+        copy_plane_grad(piece);
+      }
       for (int block = 0; block < p.packed.channel_blocks; ++block) {
-        const unsigned char* lines = weights.next(&Multiply::publish);
-        if (kBackward && block == 0) {
-          if (piece == 0) store_normalised();
-          copy_plane_grad(piece);
-        }
+        const unsigned char* lines = weights.next();
         product.multiply(a + block * (kParts * kRows * kLineBytes), kRows * kLineBytes,
                          Multiply::right(lines, thread), kProjectLines * kLineBytes);
+        weights.release();
       }
       if constexpr (kBackward) {
         sm80::cp_async_wait<0>();
         __syncthreads();
         turn_back(product, piece);
       } else {
+        if (piece > 0) Multiply::meet(thread);  // the piece before has been stored
         turn(product, piece);
-        __syncthreads();
+        Multiply::meet(thread);
         store(piece);
       }
     }
@@ -301,17 +308,22 @@ struct Project {
     *reinterpret_cast<std::uint32_t*>(to) = word;
   }
 
+  // The threads that share rows store them: eight pairs of a channel at a time.
   __device__ __forceinline__ void store(int piece) {
-    constexpr int kEights = kRows / 8;
-    constexpr int kChannelsAtOnce = kThreads / kEights;
+    constexpr int kGroup = Multiply::kGroupThreads;
+    constexpr int kEights = kRows * kGroup / kThreads / 8;
+    constexpr int kChannelsAtOnce = kGroup / kEights;
     const int plane = piece >= p.blocks;
     const int from = (piece - plane * p.blocks) * kPieceChannels;
-    const int channel = thread / kEights, eight = thread % kEights;
+    const int in_group = thread % kGroup;
+    const int channel = in_group / kEights;
+    const int eight = thread / kGroup * kEights + in_group % kEights;
     const int existing = shared.existing[eight];
     if (existing < 0) return;
-    const int there = p.sizes.hidden - p.first_block * kPieceChannels - from - channel;
+    const int there = p.sizes.hidden - p.first_block * kPieceChannels - from;
     const std::int64_t pairs = p.sizes.pairs();
     const std::int64_t at = (from + channel) * pairs + first + eight * 8;
+    const bool whole = existing == 8 && there >= kPieceChannels;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       std::uint16_t* to = p.plane[plane][part] + at;
@@ -320,9 +332,9 @@ struct Project {
 #pragma unroll
       for (int i = 0; i < kPieceChannels; i += kChannelsAtOnce) {
         const uint4 word = *reinterpret_cast<const uint4*>(turned + i * kForwardPitch);
-        if (existing == 8 && kPieceChannels <= there + channel) {
+        if (whole) {
           sm80::store_global_16(to, word);
-        } else if (i < there) {
+        } else if (channel + i < there) {
           sm80::store_global_16(to, first_of_eight(word, existing));
         }
         to += kChannelsAtOnce * pairs;

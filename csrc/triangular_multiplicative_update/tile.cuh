@@ -331,10 +331,14 @@ class RowNumbers {
   }
 };
 
+template <int kBytes, int kStages, class Source>
+class Ring;
+
 // A warp's results: row tiles of 16 by column tiles of 8. Lane l holds, of each, the results
 // (l / 4, 2 * (l % 4)), the next column, and both 8 rows on.
 template <Mode mode, int kRows, int kColumns, int kWarpsDown>
 struct WarpProduct {
+  static constexpr int kGroupThreads = kThreads;  // that share rows
   static constexpr int kWarpsAcross = kWarps / kWarpsDown;
   static constexpr int kRowTiles = kRows / kWarpsDown / 16;
   static constexpr int kColumnTiles = kColumns / kWarpsAcross / 8;
@@ -362,6 +366,11 @@ struct WarpProduct {
   }
   // Whoever wrote operands calls this before the barrier behind which they are multiplied.
   static __device__ __forceinline__ void publish() {}
+  // A meeting of the threads that share rows.
+  static __device__ __forceinline__ void meet(int) { __syncthreads(); }
+
+  template <int kBytes, int kStages, class Source>
+  using Weights = Ring<kBytes, kStages, Source>;
 
   // A thread's addresses into the lines of an operand's part.
   static __device__ __forceinline__ sm80::SharedAddress left(const unsigned char* lines,
@@ -466,27 +475,31 @@ class Ring {
  public:
   static constexpr int kSize = kBytes * kStages;
   static_assert(kBytes % (16 * kThreads) == 0);
+  struct Storage {
+    unsigned char pieces[kSize];
+  };
 
-  __device__ __forceinline__ Ring(unsigned char* shared, const Source& source, int thread)
-      : shared_(shared), source_(source), thread_(thread) {}
+  __device__ __forceinline__ Ring(Storage& storage, const Source& source, int thread, bool)
+      : shared_(storage.pieces), source_(source), thread_(thread) {}
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) copy();
   }
 
-  // Waits for the next piece, after which the one before may be overwritten: asks for a later one.
-  // `publish` is called between the wait and the barrier.
-  template <class Publish>
-  __device__ __forceinline__ const unsigned char* next(Publish publish) {
+  // Waits for the next piece, and for all threads: the one before may be overwritten by a later one,
+  // which is asked for.
+  __device__ __forceinline__ const unsigned char* next() {
     sm80::cp_async_wait<kStages - 2>();
-    publish();
     __syncthreads();
     copy();
     const unsigned char* piece = shared_ + out_;
     out_ = following(out_);
     return piece;
   }
+
+  // The piece has been read; that all have read it, next() sees.
+  __device__ __forceinline__ void release() {}
 
  private:
   static __device__ __forceinline__ int following(int offset) {
