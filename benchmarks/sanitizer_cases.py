@@ -10,6 +10,7 @@ backward runs only where the plan names a kernel of ours.
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import re
 import sys
@@ -25,6 +26,16 @@ from benchmarks import timing
 # for those on split operands, and the second one, with few columns, for their narrow tiles.
 SMALL = ((1, 1, 1), (17, 33, 5), (77, 257, 65), (129, 16, 129), (2000, 40, 260), (3, 0, 4))
 LARGE = ((6200, 171, 509), (66000, 101, 107))
+# N, channels, hidden, dtype: the kernels for small triangles, those for many channels, and, with
+# many pairs, those of Hopper.
+TRIANGLES = (
+    (17, 33, 21, torch.float32),
+    (5, 16, 136, torch.float32),
+    (13, 40, 130, torch.bfloat16),
+    (6, 9, 129, torch.float16),
+    (187, 16, 16, torch.float32),
+    (187, 13, 16, torch.bfloat16),
+)
 
 
 def layouts(matrix: Tensor) -> Iterator[Tensor]:
@@ -60,8 +71,34 @@ def run(rows: int, inner: int, columns: int) -> int:
     return backwards
 
 
+def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
+    """Forward and backward of both directions; returns the number of backward passes."""
+    for direction in ("outgoing", "incoming"):
+        module = fused_ops.TriangularMultiplicativeUpdate(channels, hidden, direction).to(dtype)
+        pair = torch.randn(1, n, n, channels, dtype=dtype)
+        mask = torch.rand(1, n, n) > 0.3
+        grad = torch.randn(pair.shape, dtype=dtype)
+        on_cuda = copy.deepcopy(module).cuda()
+        ours = pair.cuda().requires_grad_()
+        result = on_cuda(ours, mask.cuda())
+        with torch.no_grad():
+            on_cuda(ours, None)
+        (gradient,) = torch.autograd.grad(result, [ours], grad.cuda(), retain_graph=True)
+        wanted = [ours, *on_cuda.parameters()]
+        torch.autograd.grad(result, wanted, grad.cuda())
+        exact = pair.double().requires_grad_()
+        expected = module.double()(exact, mask)
+        expected.backward(grad.double())
+        near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        for one, other in ((result, expected), (gradient, exact.grad)):
+            error = (one.detach().cpu().double() - other.detach()).norm()
+            assert error <= near * other.norm(), f"off by {error:.3g}"
+    return 4
+
+
 def run_all() -> None:
     backwards = sum(run(*shape) for shape in (*SMALL, *LARGE))
+    backwards += sum(run_triangle(*triangle) for triangle in TRIANGLES)
     torch.cuda.synchronize()
     print(f"all cases right, {backwards} backward passes among them")
 

@@ -54,11 +54,10 @@ class Storer {
   Stored operator()(const Tensor& tensor, const char* name, std::int64_t rows,
                     std::int64_t columns = -1) const {
     const DType type = floating_type(tensor, name);
-    const std::vector<std::int64_t> sizes = tensor.dim() == 1
-                                                ? std::vector<std::int64_t>{tensor.size(0)}
-                                            : tensor.dim() == 2
-                                                ? std::vector{tensor.size(0), tensor.size(1)}
-                                                : std::vector<std::int64_t>{};
+    const std::vector<std::int64_t> sizes =
+        tensor.dim() == 1   ? std::vector<std::int64_t>{tensor.size(0)}
+        : tensor.dim() == 2 ? std::vector{tensor.size(0), tensor.size(1)}
+                            : std::vector<std::int64_t>{};
     const bool fits = columns < 0 ? sizes.size() == 1 && sizes[0] == rows
                                   : sizes.size() == 2 && sizes[0] == rows && sizes[1] == columns;
     FO_CHECK_VALUE(fits, kOp, ": ", name, " must have shape ",
@@ -118,8 +117,7 @@ inline bool merge_lead(const Tensor& tensor, const std::vector<std::int64_t>& le
     if (lead[i] == 1) continue;
     const std::size_t missing = lead.size() - own;
     const bool expanded = i < missing || tensor.size(static_cast<std::int64_t>(i - missing)) == 1;
-    const std::int64_t here =
-        expanded ? 0 : tensor.stride(static_cast<std::int64_t>(i - missing));
+    const std::int64_t here = expanded ? 0 : tensor.stride(static_cast<std::int64_t>(i - missing));
     if (!any) {
       *stride = here;
     } else if (here != next) {
@@ -196,10 +194,12 @@ inline Mask mask_of(const MaybeTensor& tensor, const Tensor& pair,
     const std::int64_t size = tensor->size(i);
     fits = size == 1 || size == lead[lead.size() - static_cast<std::size_t>(axes - i)];
   }
-  FO_CHECK_VALUE(fits, kOp, ": mask must have shape (..., N, N) and leading axes that broadcast to ",
+  FO_CHECK_VALUE(fits, kOp,
+                 ": mask must have shape (..., N, N) and leading axes that broadcast to ",
                  "those of pair, got ", shape_text(tensor->sizes()));
-  FO_CHECK_RUNTIME(same_device(pair, *tensor), kOp, ": mask must be on the device of pair, expected ",
-                   device_text(pair), ", got ", device_text(*tensor));
+  FO_CHECK_RUNTIME(same_device(pair, *tensor), kOp,
+                   ": mask must be on the device of pair, expected ", device_text(pair), ", got ",
+                   device_text(*tensor));
   *kept = *tensor;
   MaskType type = MaskType::kUInt8;
   std::int64_t batch_stride = 0;
@@ -209,8 +209,7 @@ inline Mask mask_of(const MaybeTensor& tensor, const Tensor& pair,
     sizes.push_back(n);
     sizes.push_back(n);
     const ScalarType copied = walks ? ScalarType::Float : tensor->scalar_type();
-    const Tensor copy =
-        empty(pair, sizes, mask_type(copied, &type) ? copied : ScalarType::Float);
+    const Tensor copy = empty(pair, sizes, mask_type(copied, &type) ? copied : ScalarType::Float);
     *kept = call_operator("aten::copy_", copy, *tensor, false);
     mask_type(kept->scalar_type(), &type);
     merge_lead(*kept, lead, 2, &batch_stride);

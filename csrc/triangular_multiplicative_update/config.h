@@ -32,6 +32,9 @@ constexpr int kSmallRowsTile = 3;
 // Two blocks for each multiprocessor of an H100 or H200; fewer blocks than that leave some idle.
 constexpr std::int64_t kFewBlocks = 264;
 
+// Fewer pairs take a few microseconds, in whatever arithmetic.
+constexpr std::int64_t kFewPairs = 1 << 13;
+
 // What a block may have, by compute capability.
 constexpr int shared_limit(Capability device) {
   if (device.major == 8 && (device.minor == 0 || device.minor == 7)) return 163 * 1024;

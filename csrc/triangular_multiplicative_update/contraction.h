@@ -55,8 +55,7 @@ inline void contract_planes(const Problem& problem, const Choice& chosen, const 
     contract.channels = channels;
     contract.product = Product::kNT;
     contract.a = {project.a[0], project.a[1], undo + from};
-    contract.b = {project.b[0], project.b[1],
-                  undo + packed.hidden_blocks * kPieceChannels + from};
+    contract.b = {project.b[0], project.b[1], undo + packed.hidden_blocks * kPieceChannels + from};
     contract.out = reinterpret_cast<float*>(out);
     contract_split(contract, chosen.hopper, stream);
     return;

@@ -8,8 +8,8 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
-// Packed operands that stream through a ring in shared memory, brought by the copy engine, which one
-// thread asks for. A piece is waited for, and given back, without a meeting of the block.
+// Packed operands that stream through a ring in shared memory, brought by the copy engine, which
+// one thread asks for. A piece is waited for, and given back, without a meeting of the block.
 template <int kBytes, int kStages, class Source>
 class BulkRing {
  public:
@@ -84,7 +84,7 @@ template <Mode mode, int kRows, int kColumns>
 struct GroupProduct {
   static_assert(kRows == 64 * (kThreads / 128));
   static constexpr int kGroupThreads = 128;  // that share rows
-  static constexpr int kRowTiles = 1;  // of a warp
+  static constexpr int kRowTiles = 1;        // of a warp
   static constexpr int kColumnTiles = kColumns / 8;
 
   float total[1][kColumnTiles][4];

@@ -25,8 +25,8 @@ void pack_sm80(const PackProblem& problem, CUstream_st* stream);
 
 // The launchers for sm_90a take the tile of 128 rows alone.
 
-// LayerNorm, the four input projections, gates and mask. Channels first_block * 64 on, `blocks` * 64
-// of them (fewer at the end), into planes that begin with the first of these.
+// LayerNorm, the four input projections, gates and mask. Channels first_block * 64 on, `blocks` *
+// 64 of them (fewer at the end), into planes that begin with the first of these.
 struct ProjectProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;
@@ -58,9 +58,9 @@ struct ProjectBackwardProblem {
   const void* packed = nullptr;
   std::int64_t first_pair = 0;
   std::int64_t count = 0;
-  // Planes: bf16 for kBFloat16, else fp32. For kFloat16 and kTf32 they are products of scaled planes:
-  // times grad_undo (hidden), and for kTf32 times the way back from b's plane and a's, they are the
-  // gradients.
+  // Planes: bf16 for kBFloat16, else fp32. For kFloat16 and kTf32 they are products of scaled
+  // planes: times grad_undo (hidden), and for kTf32 times the way back from b's plane and a's, they
+  // are the gradients.
   const void* da = nullptr;
   const void* db = nullptr;
   const float* grad_undo = nullptr;
@@ -86,8 +86,9 @@ struct OutputProblem {
   int tile = 0;
   Pairs pair;
   const void* packed = nullptr;
-  const void* o = nullptr;  // plane: bf16 for kBFloat16, else fp32; scaled planes of kTf32 undone here
-  void* out = nullptr;      // contiguous (batch, n, n, channels), of the mode's type
+  const void* o =
+      nullptr;          // plane: bf16 for kBFloat16, else fp32; scaled planes of kTf32 undone here
+  void* out = nullptr;  // contiguous (batch, n, n, channels), of the mode's type
 };
 
 void output_sm80(const OutputProblem& problem, CUstream_st* stream);

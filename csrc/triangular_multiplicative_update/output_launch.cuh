@@ -44,7 +44,8 @@ inline OutputParams params_of(const OutputBackwardProblem& problem) {
 }
 
 template <bool kBackward>
-void launch_output(const char* what, Mode mode, int tile, const OutputParams& params, CUstream_st* stream) {
+void launch_output(const char* what, Mode mode, int tile, const OutputParams& params,
+                   CUstream_st* stream) {
   if (params.count == 0) return;
   with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
     constexpr Mode kMode = decltype(mode_of)::kMode;

@@ -5,7 +5,7 @@ namespace fused_ops::triangular_multiplicative_update {
 
 void output_sm80(const OutputProblem& problem, CUstream_st* stream) {
   launch_output<false>("triangular_multiplicative_update: launching output_sm80", problem.mode,
-                  problem.tile, params_of(problem), stream);
+                       problem.tile, params_of(problem), stream);
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -38,8 +38,10 @@ template <int kBytes>
 class OutputSource {
  public:
   __device__ __forceinline__ explicit OutputSource(const OutputParams& p)
-      : gate_(p.workspace + p.packed.gate), out_(p.workspace + p.packed.out),
-        gates_(p.packed.channel_blocks), outs_(p.packed.hidden_blocks),
+      : gate_(p.workspace + p.packed.gate),
+        out_(p.workspace + p.packed.out),
+        gates_(p.packed.channel_blocks),
+        outs_(p.packed.hidden_blocks),
         pieces_(p.packed.channel_blocks) {}
 
   __device__ __forceinline__ const unsigned char* take() {
@@ -79,8 +81,8 @@ struct ColumnNumbers {
     return (eight * kGroups + group(thread)) * 8;
   }
 
-  // `existing`: of the thread's two pairs, the first so many. Loads have no branches around them, so
-  // that all of a thread are under way together: what does not exist reads the first numbers.
+  // `existing`: of the thread's two pairs, the first so many. Loads have no branches around them,
+  // so that all of a thread are under way together: what does not exist reads the first numbers.
   __device__ __forceinline__ void load(const void* plane, std::int64_t pairs, std::int64_t first,
                                        int hidden, int existing, int thread) {
     using Number = std::conditional_t<mode == Mode::kBFloat16, std::uint16_t, float>;
@@ -210,8 +212,7 @@ struct Output {
   std::int64_t row_at[kRowTiles][2] = {};
 
   static __device__ __forceinline__ void run(const OutputParams& params) {
-    const std::int64_t first =
-        params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
+    const std::int64_t first = params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
     Output{params, shared_memory<Shared>(), thread_index(), first}.all();
   }
 
@@ -240,15 +241,15 @@ struct Output {
       gate.clear();
       for (int block = 0; block < p.packed.channel_blocks; ++block) {
         const unsigned char* lines = weights.next();
-        gate.multiply(pair + block * kBlock, kRows * kLineBytes,
-                      Multiply::right(lines, thread), kPieceChannels * kLineBytes);
+        gate.multiply(pair + block * kBlock, kRows * kLineBytes, Multiply::right(lines, thread),
+                      kPieceChannels * kLineBytes);
         weights.release();
       }
       projected.clear();
       for (int block = 0; block < p.packed.hidden_blocks; ++block) {
         const unsigned char* lines = weights.next();
-        projected.multiply(o + block * kBlock, kRows * kLineBytes,
-                           Multiply::right(lines, thread), kPieceChannels * kLineBytes);
+        projected.multiply(o + block * kBlock, kRows * kLineBytes, Multiply::right(lines, thread),
+                           kPieceChannels * kLineBytes);
         weights.release();
       }
       finish(gate, projected, piece * kPieceChannels);
@@ -262,9 +263,9 @@ struct Output {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Place place = places(Multiply::row(thread) + i * 16 + half * 8 + lane() / 4);
-        const std::int64_t at =
-            kBackward ? offset_of(p.out_grad, p.sizes, place, false)
-                      : (place.line * p.sizes.n + place.column) * p.sizes.channels;
+        const std::int64_t at = kBackward
+                                    ? offset_of(p.out_grad, p.sizes, place, false)
+                                    : (place.line * p.sizes.n + place.column) * p.sizes.channels;
         row_at[i][half] = places.exists(place) ? at : -1;
       }
     }
@@ -289,8 +290,7 @@ struct Output {
     Columns columns;
     const Place place = places(Columns::row(thread));  // lines hold an even number of places
     const auto n = static_cast<int>(p.sizes.n);
-    const int existing =
-        !places.exists(place) ? 0 : place.column + 2 <= n ? 2 : 1;
+    const int existing = !places.exists(place) ? 0 : place.column + 2 <= n ? 2 : 1;
     columns.load(p.o, p.sizes.pairs(), first, hidden, existing, thread);
     if (mode == Mode::kTf32) {
       const float* undo = floats(p.packed.plane_undo);
@@ -299,13 +299,13 @@ struct Output {
     const float inverse = 1.0f / static_cast<float>(hidden);
     float2 mean = over_groups(columns.sum_over(hidden, thread, [](float x, int) { return x; }), 0);
     mean.x *= inverse, mean.y *= inverse;
-    const float2 squares = over_groups(
-        columns.sum_over(hidden, thread,
-                         [&](float x, int at) {
-                           const float d = x - (at == 0 ? mean.x : mean.y);
-                           return d * d;
-                         }),
-        1);
+    const float2 squares = over_groups(columns.sum_over(hidden, thread,
+                                                        [&](float x, int at) {
+                                                          const float d =
+                                                              x - (at == 0 ? mean.x : mean.y);
+                                                          return d * d;
+                                                        }),
+                                       1);
     const float scale[2] = {existing > 0 ? rsqrtf(squares.x * inverse + p.eps) : 0.0f,
                             existing > 1 ? rsqrtf(squares.y * inverse + p.eps) : 0.0f};
     const int padded = p.packed.hidden_blocks * kInner;
@@ -331,9 +331,9 @@ struct Output {
         float chosen[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) chosen[i] = swap ? eight[1 - x][i] : eight[x][i];
-        RowNumbers<Shape>::template store_eight<mode>(
-            shared.o, kRows, Columns::row(thread) + (x ^ swap), c, chosen,
-            two_to(kNormalisedExponent));
+        RowNumbers<Shape>::template store_eight<mode>(shared.o, kRows,
+                                                      Columns::row(thread) + (x ^ swap), c, chosen,
+                                                      two_to(kNormalisedExponent));
       }
     }
   }
@@ -361,9 +361,8 @@ struct Output {
     const auto undo = [](int) { return two_to(-kNormalisedExponent); };
     store_operand<mode, Shape>(shared.o, p.sizes.hidden, row, p.count, p.normalised, thread, undo);
     if (!p.gate_input) return;
-    store_operand<mode, Shape>(
-        shared.pair, p.sizes.channels, row, p.count, p.gate_input, thread,
-        [&](int r) { return p.gate_normalized ? undo(r) : shared.undo[r]; });
+    store_operand<mode, Shape>(shared.pair, p.sizes.channels, row, p.count, p.gate_input, thread,
+                               [&](int r) { return p.gate_normalized ? undo(r) : shared.undo[r]; });
   }
 
   struct Vectors {
@@ -409,8 +408,8 @@ struct Output {
   }
 
   // Of kTilesAtOnce column tiles.
-  __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected,
-                                         int begin, int tile) {
+  __device__ __forceinline__ void finish(const Multiply& gate, const Multiply& projected, int begin,
+                                         int tile) {
     constexpr int kTiles = kTilesAtOnce;
     const int t = lane() % 4, g = lane() / 4;
     const int column = Multiply::column(thread) + tile * 8;  // the first in the piece
@@ -497,7 +496,8 @@ struct Output {
   __device__ __forceinline__ void turn_back(const float (&s)[kTilesAtOnce][2],
                                             const float (&r)[kTilesAtOnce][2],
                                             float (&sums)[2][kTilesAtOnce][2],
-                                            const float2 (&grad)[kTilesAtOnce], int row, bool exists, int begin) const {
+                                            const float2 (&grad)[kTilesAtOnce], int row,
+                                            bool exists, int begin) const {
     float projected[kTilesAtOnce][2], gate[kTilesAtOnce][2];
 #pragma unroll
     for (int j = 0; j < kTilesAtOnce; ++j) {

@@ -8,7 +8,8 @@
 namespace fused_ops::triangular_multiplicative_update {
 
 template <Mode mode, bool kBackward>
-using OutputSm90a = Output<mode, Shape<128, 128>, kBackward, GroupProduct<mode, 128, kPieceChannels>>;
+using OutputSm90a =
+    Output<mode, Shape<128, 128>, kBackward, GroupProduct<mode, 128, kPieceChannels>>;
 
 template <Mode mode, bool kBackward>
 __global__ void __launch_bounds__(kThreads, output_blocks(mode, 128, kBackward))

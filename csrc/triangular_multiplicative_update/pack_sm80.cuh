@@ -35,7 +35,7 @@ struct PackLine {
   std::int64_t part_stride = 0;
   float* bias = nullptr;
   float* undo = nullptr;
-  int operand_exponent = 0;  // of the other operand, which is undone here too
+  int operand_exponent = 0;      // of the other operand, which is undone here too
   float* plane_scale = nullptr;  // null, or where the scale of the channel's plane goes
 };
 
@@ -169,8 +169,8 @@ __device__ __forceinline__ PackLine find_line(const PackParams& params, int line
     p.undo = floats(packed.project_undo) + line;
     p.operand_exponent = kNormalisedExponent;
     if (!is_gate) {
-      p.plane_scale = floats(packed.plane_scale) +
-                      (second ? packed.hidden_blocks * kPieceChannels : 0) + p.row;
+      p.plane_scale =
+          floats(packed.plane_scale) + (second ? packed.hidden_blocks * kPieceChannels : 0) + p.row;
     }
     return p;
   }
@@ -227,7 +227,8 @@ constexpr int pack_lines(const Packed& packed) {
 }
 
 // The first blocks take the lines, the last kMaskBlocks the mask, if it is needed.
-__global__ void __launch_bounds__(kPackThreads, 1) pack_kernel(const __grid_constant__ PackParams params) {
+__global__ void __launch_bounds__(kPackThreads, 1)
+    pack_kernel(const __grid_constant__ PackParams params) {
   sm80::griddepcontrol_launch_dependents();
   const int thread = thread_index();
   const int line_blocks = pack_lines(params.packed) / kPackWarps;

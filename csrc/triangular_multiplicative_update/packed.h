@@ -3,9 +3,9 @@
 // the order of shared memory, and fp32 vectors. Packed at every call, for weights may change.
 //
 // The weight and bias of a LayerNorm are folded into the linear that reads it: the kernels multiply
-// numbers that are normalised and nothing else. A line of an operand is 64 numbers of the inner axis
-// as 128 bytes, pieces of 16 bytes in the order piece ^ (line % 8). In the mode kSplit the lines of
-// the parts lo follow those of the parts hi.
+// numbers that are normalised and nothing else. A line of an operand is 64 numbers of the inner
+// axis as 128 bytes, pieces of 16 bytes in the order piece ^ (line % 8). In the mode kSplit the
+// lines of the parts lo follow those of the parts hi.
 #pragma once
 
 #include <cstdint>

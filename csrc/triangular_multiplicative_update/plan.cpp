@@ -28,7 +28,9 @@ namespace {
 Mode mode_of(const Problem& problem) {
   if (problem.result == DType::kBFloat16) return Mode::kBFloat16;
   if (problem.result == DType::kFloat16) return Mode::kFloat16;
-  return problem.precision == Precision::kTf32 ? Mode::kTf32 : Mode::kSplit;
+  // Where launches decide, accuracy is free.
+  const bool few = problem.sizes.pairs() < kFewPairs;
+  return problem.precision == Precision::kTf32 && !few ? Mode::kTf32 : Mode::kSplit;
 }
 
 std::string name_of(const Choice& choice) {
@@ -91,10 +93,9 @@ std::vector<std::string> reasons_against(const Problem& problem) {
                       std::to_string(sizes.batch * sizes.n));
   } else if (reasons.empty() && choose_tile(channels, mode_of(problem) == Mode::kSplit,
                                             sizes.pairs(), problem.device) < 0) {
-    reasons.push_back("a block of the device has " +
-                      std::to_string(shared_limit(problem.device) / 1024) +
-                      " KiB of shared memory, too little for " + std::to_string(channels) +
-                      " channels");
+    reasons.push_back(
+        "a block of the device has " + std::to_string(shared_limit(problem.device) / 1024) +
+        " KiB of shared memory, too little for " + std::to_string(channels) + " channels");
   }
   return reasons;
 }
@@ -127,16 +128,16 @@ Choice choose(const Problem& problem) {
   }
   choice.kernels = Kernels::kLarge;
   const bool split = choice.mode == Mode::kSplit;
-  choice.tile = choose_tile(std::max(sizes.channels, sizes.hidden), split, sizes.pairs(),
-                            problem.device);
+  choice.tile =
+      choose_tile(std::max(sizes.channels, sizes.hidden), split, sizes.pairs(), problem.device);
   choice.hopper = split && sizes.n > 64 && build_runs_sm90a_on(problem.device);
   choice.group = choose_group(problem, choice.mode, &choice.plan.workspace_bytes);
   choice.hopper_rows = choice.tile == 0 && build_runs_sm90a_on(problem.device);
   choice.plan.kernel = name_of(choice);
   const Tile& tile = kTiles[choice.tile];
   choice.plan.tile = {tile.rows, tile.channels, kInner};
-  const int groups = static_cast<int>(
-      ceil_div(Packed::of(sizes, choice.mode).hidden_blocks, choice.group));
+  const int groups =
+      static_cast<int>(ceil_div(Packed::of(sizes, choice.mode).hidden_blocks, choice.group));
   choice.plan.launches = 2 + groups * (split ? 2 : 1);
   return choice;
 }

@@ -4,8 +4,8 @@
 namespace fused_ops::triangular_multiplicative_update {
 
 void project_backward_sm80(const ProjectBackwardProblem& problem, CUstream_st* stream) {
-  launch_project<true>("triangular_multiplicative_update: launching project_backward_sm80", problem.mode,
-                  problem.tile, params_of(problem), stream);
+  launch_project<true>("triangular_multiplicative_update: launching project_backward_sm80",
+                       problem.mode, problem.tile, params_of(problem), stream);
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -51,7 +51,8 @@ inline ProjectParams params_of(const ProjectBackwardProblem& problem) {
 }
 
 template <bool kBackward>
-void launch_project(const char* what, Mode mode, int tile, const ProjectParams& params, CUstream_st* stream) {
+void launch_project(const char* what, Mode mode, int tile, const ProjectParams& params,
+                    CUstream_st* stream) {
   if (params.count == 0) return;
   with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
     constexpr Mode kMode = decltype(mode_of)::kMode;

@@ -4,8 +4,8 @@
 //
 // A block normalises its rows once, into shared memory, and multiplies them with 64 channels after
 // the other of both planes: 128 packed lines, gates beside projections, so that a thread holds both
-// of a channel and a warp 16 channels. Planes are channel-first: results are turned in shared memory
-// and stored 16 bytes, eight pairs of a channel, at a time.
+// of a channel and a warp 16 channels. Planes are channel-first: results are turned in shared
+// memory and stored 16 bytes, eight pairs of a channel, at a time.
 #pragma once
 
 #include "triangular_multiplicative_update/large.h"
@@ -25,7 +25,7 @@ struct ProjectParams {
   unsigned char* workspace = nullptr;
   Packed packed;
   int first_block = 0;
-  int blocks = 0;  // of 64 channels of each plane
+  int blocks = 0;                   // of 64 channels of each plane
   std::uint16_t* plane[2][2] = {};  // [a, b][part]
   // Backward.
   std::int64_t first_pair = 0;
@@ -44,7 +44,8 @@ class ProjectSource {
   __device__ __forceinline__ explicit ProjectSource(const ProjectParams& p)
       : plane_((static_cast<std::int64_t>(p.packed.hidden_blocks) - p.blocks) *
                p.packed.channel_blocks * kBytes),
-        pieces_(p.blocks * p.packed.channel_blocks), left_(2 * pieces_),
+        pieces_(p.blocks * p.packed.channel_blocks),
+        left_(2 * pieces_),
         at_(p.workspace + p.packed.project +
             static_cast<std::int64_t>(p.first_block) * p.packed.channel_blocks * kBytes) {}
 
@@ -74,7 +75,8 @@ struct Project {
   static constexpr int kStages =
       mode == Mode::kSplit || (kBackward && mode != Mode::kBFloat16) ? 2 : 3;
   static constexpr int kRowTiles = Multiply::kRowTiles;
-  static constexpr int kQuads = Multiply::kColumnTiles / 4;  // of 16 channels: gate, projection, ...
+  static constexpr int kQuads =
+      Multiply::kColumnTiles / 4;  // of 16 channels: gate, projection, ...
   static constexpr int kRowGroups = kRows / (kRowTiles * 16);  // of warps with the same channels
   static constexpr int kPlaneBytes = mode == Mode::kBFloat16 ? 2 : 4;  // of a gradient's number
   static constexpr int kPieceBytes = kProjectLines * kLineBytes * kParts;
@@ -85,8 +87,7 @@ struct Project {
   static constexpr int kForwardPitch = kRows + 8;
   static constexpr int kBackwardPitch = kRows + (kPlaneBytes == 2 ? 8 : 4);
   static constexpr int kTurnedBytes =
-      kPieceChannels *
-      (kBackward ? kBackwardPitch * kPlaneBytes : kForwardPitch * 2 * kParts);
+      kPieceChannels * (kBackward ? kBackwardPitch * kPlaneBytes : kForwardPitch * 2 * kParts);
 
   // Whether the linears' vectors are kept in shared memory, and how long they are.
   static constexpr bool kKeeps = Shape::kInnerMost <= 128;
@@ -109,8 +110,7 @@ struct Project {
   std::int64_t first;  // pair
 
   static __device__ __forceinline__ void run(const ProjectParams& params) {
-    const std::int64_t first =
-        params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
+    const std::int64_t first = params.first_pair + static_cast<std::int64_t>(blockIdx.x) * kRows;
     Project{params, shared_memory<Shared>(), thread_index(), first}.all();
   }
 
@@ -185,8 +185,7 @@ struct Project {
     if (is_scaled(mode) && !kBackward) mask_scale = scale_mask();
     if (thread < kRows) {
       const Place place = places(thread);
-      const float factor =
-          places.exists(place) ? mask_at(p.mask, p.sizes, place, p.turned) : 0.0f;
+      const float factor = places.exists(place) ? mask_at(p.mask, p.sizes, place, p.turned) : 0.0f;
       shared.factor[thread] = factor * mask_scale;
     } else if (thread < kRows + kRows / 8) {
       const int eight = thread - kRows;
@@ -223,8 +222,7 @@ struct Project {
 
   __device__ __forceinline__ Channels channels_of(int piece, int quad) const {
     Channels c;
-    const int line =
-        block_of(piece) * kProjectLines + 2 * quad_channel(quad) + lane() % 4 * 2;
+    const int line = block_of(piece) * kProjectLines + 2 * quad_channel(quad) + lane() % 4 * 2;
     const auto two = [&](const float* kept, std::int64_t offset, int at) {
       return *reinterpret_cast<const float2*>((kKeeps ? kept : floats(offset)) + at);
     };
@@ -437,10 +435,9 @@ struct Project {
         }
         const std::int64_t at = first - p.first_pair + row;
         const int channel = begin + t % 2 * 8;
-        store_quad<mode>(
-            number, p.grad,
-            at * (4 * hidden) + plane * 2 * hidden + t / 2 * hidden + channel,
-            at < p.count ? hidden - channel : 0, hidden % 8 == 0, lane());
+        store_quad<mode>(number, p.grad,
+                         at * (4 * hidden) + plane * 2 * hidden + t / 2 * hidden + channel,
+                         at < p.count ? hidden - channel : 0, hidden % 8 == 0, lane());
       }
     }
     // Over the warp's rows, in a fixed order.

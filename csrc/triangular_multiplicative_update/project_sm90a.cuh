@@ -8,7 +8,8 @@
 namespace fused_ops::triangular_multiplicative_update {
 
 template <Mode mode, bool kBackward>
-using ProjectSm90a = Project<mode, Shape<128, 128>, kBackward, GroupProduct<mode, 128, kProjectLines>>;
+using ProjectSm90a =
+    Project<mode, Shape<128, 128>, kBackward, GroupProduct<mode, 128, kProjectLines>>;
 
 template <Mode mode, bool kBackward>
 __global__ void __launch_bounds__(kThreads, project_blocks(mode))

@@ -54,8 +54,9 @@ __device__ __forceinline__ void store_floats(void* matrix, std::int64_t at,
   }
 }
 
-// Four lanes hold two neighbouring numbers of each of four tiles of eight, of one row. Lane t stores
-// tile t at element `at`, as far as it exists, in the mode's type. All lanes of the warp call it.
+// Four lanes hold two neighbouring numbers of each of four tiles of eight, of one row. Lane t
+// stores tile t at element `at`, as far as it exists, in the mode's type. All lanes of the warp
+// call it.
 template <Mode mode>
 __device__ __forceinline__ void store_quad(const float (&number)[4][2], void* matrix,
                                            std::int64_t at, int count, bool aligned, int lane) {
@@ -79,12 +80,12 @@ __device__ __forceinline__ void store_quad(const float (&number)[4][2], void* ma
   }
 }
 
-// A block's rows, from the operand of its products, to rows first_row on of a matrix of `count` rows,
-// in the mode's type. `undo` takes back the scale of a row.
+// A block's rows, from the operand of its products, to rows first_row on of a matrix of `count`
+// rows, in the mode's type. `undo` takes back the scale of a row.
 template <Mode mode, class Shape, bool kWhole, class Undo>
 __device__ __forceinline__ void store_operand_as(const unsigned char* operand, int channels,
-                                              std::int64_t first_row, std::int64_t count,
-                                              void* matrix, int thread, Undo undo) {
+                                                 std::int64_t first_row, std::int64_t count,
+                                                 void* matrix, int thread, Undo undo) {
   const int eights = kWhole ? Shape::kInnerMost / 8 : (channels + 7) / 8;
   for (int at = thread; at < Shape::kRows * eights; at += kThreads) {
     const int row = at / eights, eight = at % eights;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of the backward as dispatcher ops, for fused_ops/triangular_multiplicative_update/cuda.py
-// alone: it has checked the arguments, allocates, and multiplies matrices between the steps. All
-// take the pair representation, from whose sizes and dtypes the plan follows.
+// The steps of the backward as dispatcher ops, for
+// fused_ops/triangular_multiplicative_update/cuda.py alone: it has checked the arguments,
+// allocates, and multiplies matrices between the steps. All take the pair representation, from
+// whose sizes and dtypes the plan follows.
 #include <algorithm>
 #include <tuple>
 
@@ -50,8 +51,8 @@ std::uint16_t* halves(const MaybeTensor& tensor) {
 }
 
 // Packs, projects into a and b (parts, hidden, pairs) and contracts into o (hidden, pairs); returns
-// what was packed, and the rows of a block of the two backward kernels, for each of which they write
-// column sums. For the way back, also folds weights (finish.h) and zeroes `largest`.
+// what was packed, and the rows of a block of the two backward kernels, for each of which they
+// write column sums. For the way back, also folds weights (finish.h) and zeroes `largest`.
 std::tuple<Tensor, std::int64_t> forward(
     const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,
     const Tensor& layer_norm_in_bias, const Tensor& proj_a_weight, const MaybeTensor& proj_a_bias,
@@ -74,8 +75,7 @@ std::tuple<Tensor, std::int64_t> forward(
       gate_b_weight,        gate_b_bias,        layer_norm_out_weight, layer_norm_out_bias,
       out_proj_weight,      out_proj_bias,      out_gate_weight,       out_gate_bias};
   std::vector<Tensor> kept;
-  Weights weights =
-      weights_of(parameters, sizes.channels, hidden, Storer(pair, false, &kept));
+  Weights weights = weights_of(parameters, sizes.channels, hidden, Storer(pair, false, &kept));
   weights.eps = static_cast<float>(eps);
   weights.gate_normalized = gate_normalized;
   FoldProblem fold;
@@ -288,13 +288,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
   m.def(FUSED_OPS_STAGE("split_plane", FUSED_OPS_PLAN
                         ", Tensor plane, Tensor largest, Tensor(a!) hi, Tensor(b!)? lo, "
                         "Tensor(c!) undo") " -> ()");
-  m.def(FUSED_OPS_STAGE("contract_backward", FUSED_OPS_PLAN
-                        ", Tensor packed, Tensor grad, Tensor grad_undo, Tensor b, "
-                        "bool transposed, Tensor(a!) out") " -> ()");
-  m.def("triangular_multiplicative_update_stage_project_backward(Tensor pair, Tensor? mask, "
-        FUSED_OPS_PLAN ", bool outgoing, float eps, Tensor packed, Tensor da, Tensor db, "
-        "Tensor? grad_undo, int first_pair, int count, Tensor(a!) grad, Tensor(b!) normalised, "
-        "Tensor(c!) sums) -> ()");
+  m.def(FUSED_OPS_STAGE("contract_backward",
+                        FUSED_OPS_PLAN ", Tensor packed, Tensor grad, Tensor grad_undo, Tensor b, "
+                                       "bool transposed, Tensor(a!) out") " -> ()");
+  m.def(
+      "triangular_multiplicative_update_stage_project_backward(Tensor pair, Tensor? "
+      "mask, " FUSED_OPS_PLAN
+      ", bool outgoing, float eps, Tensor packed, Tensor da, Tensor db, "
+      "Tensor? grad_undo, int first_pair, int count, Tensor(a!) grad, Tensor(b!) normalised, "
+      "Tensor(c!) sums) -> ()");
   m.def(FUSED_OPS_STAGE("norm_in_backward", FUSED_OPS_PLAN
                         ", bool outgoing, bool gate_normalized, float eps, Tensor grad, "
                         "Tensor gate_grad, int first_pair, int count, Tensor(a!) out") " -> ()");

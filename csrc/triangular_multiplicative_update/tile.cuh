@@ -2,8 +2,8 @@
 // What the kernels of the projections share: a block's rows (pairs) as the left operand of products
 // in shared memory, packed weights that stream past as the right one, and where rows lie.
 //
-// An operand is blocks of 64 numbers of the inner axis; a block is, for each part (hi, then lo in the
-// mode kSplit), a line of 128 bytes a row, swizzled as packed.h says.
+// An operand is blocks of 64 numbers of the inner axis; a block is, for each part (hi, then lo in
+// the mode kSplit), a line of 128 bytes a row, swizzled as packed.h says.
 #pragma once
 
 #include "common/cuda/sm80/split.cuh"
@@ -59,9 +59,11 @@ struct Place {
 class Places {
  public:
   __device__ __forceinline__ Places(const Sizes& sizes, std::int64_t first)
-      : pitch_(static_cast<std::uint32_t>(sizes.pitch)), line_(first / sizes.pitch),
+      : pitch_(static_cast<std::uint32_t>(sizes.pitch)),
+        line_(first / sizes.pitch),
         column_(static_cast<std::uint32_t>(first % sizes.pitch)),
-        lines_(sizes.batch * sizes.n), n_(static_cast<int>(sizes.n)) {}
+        lines_(sizes.batch * sizes.n),
+        n_(static_cast<int>(sizes.n)) {}
 
   __device__ __forceinline__ Place operator()(int r) const {
     const std::uint32_t column = column_ + static_cast<std::uint32_t>(r);
@@ -81,14 +83,18 @@ class Places {
   int n_;
 };
 
-// Walks over the rows of a tensor of pairs in steps of `step` rows, fewer than a line has: an addition
-// where a division would be.
+// Walks over the rows of a tensor of pairs in steps of `step` rows, fewer than a line has: an
+// addition where a division would be.
 class RowWalk {
  public:
   __device__ __forceinline__ RowWalk(const Pairs& pairs, const Sizes& sizes, const Place& place,
                                      bool turned)
-      : pairs_(pairs), turned_(turned), column_(place.column), n_(static_cast<int>(sizes.n)),
-        pitch_(static_cast<int>(sizes.pitch)), lines_left_(sizes.batch * sizes.n - place.line),
+      : pairs_(pairs),
+        turned_(turned),
+        column_(place.column),
+        n_(static_cast<int>(sizes.n)),
+        pitch_(static_cast<int>(sizes.pitch)),
+        lines_left_(sizes.batch * sizes.n - place.line),
         across_(static_cast<int>(static_cast<std::uint32_t>(place.line) %
                                  static_cast<std::uint32_t>(n_))),
         batch_(static_cast<int>(static_cast<std::uint32_t>(place.line) /
@@ -175,7 +181,8 @@ class RowNumbers {
       });
     } else if (pairs.type == DType::kFloat32) {
       load_as(pairs, sizes, places, turned, thread, [&](std::int64_t at, int, float* to) {
-        const auto* from = reinterpret_cast<const float4*>(static_cast<const float*>(pairs.data) + at);
+        const auto* from =
+            reinterpret_cast<const float4*>(static_cast<const float*>(pairs.data) + at);
         const float4 x = from[0], y = from[1];
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
         to[4] = y.x, to[5] = y.y, to[6] = y.z, to[7] = y.w;
@@ -290,11 +297,12 @@ class RowNumbers {
   }
 
  private:
-  // Without branches around the loads, so that all of a thread are under way together: what does not
-  // exist reads the tensor's first numbers.
+  // Without branches around the loads, so that all of a thread are under way together: what does
+  // not exist reads the tensor's first numbers.
   template <class Load>
   __device__ __forceinline__ void load_as(const Pairs& pairs, const Sizes& sizes,
-                                          const Places& places, bool turned, int thread, Load load) {
+                                          const Places& places, bool turned, int thread,
+                                          Load load) {
     RowWalk walk(pairs, sizes, places(row(0, thread)), turned);
 #pragma unroll
     for (int pass = 0; pass < Shape::kPasses; ++pass) {
@@ -487,8 +495,8 @@ class Ring {
     for (int i = 0; i < kStages - 1; ++i) copy();
   }
 
-  // Waits for the next piece, and for all threads: the one before may be overwritten by a later one,
-  // which is asked for.
+  // Waits for the next piece, and for all threads: the one before may be overwritten by a later
+  // one, which is asked for.
   __device__ __forceinline__ const unsigned char* next() {
     sm80::cp_async_wait<kStages - 2>();
     __syncthreads();

@@ -154,9 +154,9 @@ struct NormOutBackwardProblem {
   std::int64_t first_pair = 0;
   std::int64_t count = 0;
   const void* grad = nullptr;
-  const float* o_undo = nullptr;  // (hidden): o is the plane times it; null: all ones
+  const float* o_undo = nullptr;         // (hidden): o is the plane times it; null: all ones
   const float* o_undo_second = nullptr;  // and times this one
-  void* o = nullptr;              // bf16 for kBFloat16, else fp32
+  void* o = nullptr;                     // bf16 for kBFloat16, else fp32
   unsigned* largest = nullptr;
 };
 

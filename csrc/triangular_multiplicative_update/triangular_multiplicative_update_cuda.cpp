@@ -127,10 +127,10 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
   std::vector<Tensor> kept;
   const Storer store(pair, problem.pair == DType::kFloat64, &kept);
   const Parameters parameters{
-      layer_norm_in_weight, layer_norm_in_bias, proj_a_weight,  proj_a_bias,
-      gate_a_weight,        gate_a_bias,        proj_b_weight,  proj_b_bias,
+      layer_norm_in_weight, layer_norm_in_bias, proj_a_weight,         proj_a_bias,
+      gate_a_weight,        gate_a_bias,        proj_b_weight,         proj_b_bias,
       gate_b_weight,        gate_b_bias,        layer_norm_out_weight, layer_norm_out_bias,
-      out_proj_weight,      out_proj_bias,      out_gate_weight, out_gate_bias};
+      out_proj_weight,      out_proj_bias,      out_gate_weight,       out_gate_bias};
   const DeviceGuard guard(pair.get_device_index());
   Weights weights = weights_of(parameters, channels, hidden, store);
   weights.eps = static_cast<float>(eps);

@@ -53,11 +53,27 @@ void with_tile(int tile, Function function) {
   }
 }
 
+// Whether there is a kernel: the emulation compiles a few of them, each mode and each tile once at
+// least, for the time it takes.
+constexpr bool is_compiled(Mode mode, int tile) {
+#ifdef FUSED_OPS_FEW_KERNELS
+  constexpr int kOf[4][2] = {{0, 1}, {3, 3}, {0, 3}, {0, 2}};  // by mode
+  return kOf[static_cast<int>(mode)][0] == tile || kOf[static_cast<int>(mode)][1] == tile;
+#else
+  return static_cast<int>(mode) < 4 && tile < kTileCount;
+#endif
+}
+
 // Calls `function` with both.
 template <class Function>
 void with_kernel(Mode mode, int tile, Function function) {
   with_mode(mode, [&](auto mode_of) {
-    with_tile(tile, [&](auto tile_of) { function(mode_of, tile_of); });
+    with_tile(tile, [&](auto tile_of) {
+      constexpr bool kCompiled = is_compiled(decltype(mode_of)::kMode, decltype(tile_of)::kIndex);
+      FO_CHECK_RUNTIME(kCompiled, "triangular_multiplicative_update: tile ", tile,
+                       " must be compiled for the mode");
+      if constexpr (kCompiled) function(mode_of, tile_of);
+    });
   });
 }
 

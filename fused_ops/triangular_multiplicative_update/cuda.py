@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fused_ops.triangular_multiplicative_update.composition import DIFFERENTIABLE
 
+_OPS = torch.ops.fused_ops
 _PLACES = 8  # lines of pairs are padded to a multiple of so many
 _ROWS = 1 << 18  # of pairs at a time: their matrices are small beside the planes, and fill a GPU
 _PARAMETERS = DIFFERENTIABLE[1:]
@@ -45,7 +46,7 @@ class _Plan(NamedTuple):
 def _matmul(a: Tensor, b: Tensor, precision: str) -> Tensor:
     """``a @ b`` in their dtype; fp32 to the accuracy that ``precision`` asks for."""
     if a.dtype == torch.float32:
-        return torch.ops.fused_ops.tensor_matmul_forward.default(a, b, precision, None)
+        return _OPS.tensor_matmul_forward.default(a, b, precision, None)
     return torch.mm(a, b)
 
 
@@ -70,7 +71,7 @@ class _Products:
     def add(self, left: Tensor, right: Tensor) -> None:
         """The product of the next chunk."""
         if left.dtype == torch.float32:
-            reduce = torch.ops.fused_ops.tensor_matmul_reduce.default
+            reduce = _OPS.tensor_matmul_reduce.default
             self.parts.append(reduce(left, right, self.precision, None))
             return
         shape = (left.shape[1], right.shape[1])

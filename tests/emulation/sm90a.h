@@ -57,25 +57,24 @@ void wgmma_wait(float (&d)[kTiles][4], emulation::Site site = emulation::Site::h
 template <bool a_across = false, bool b_across = false, int kTiles>
 void wgmma_f16(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor b,
                emulation::Site site = emulation::Site::here()) {
-  emulation::warpgroup().add("wgmma_f16", d[0],
-                             {a, b, a_across, b_across, false, 8 * kTiles,
-                              emulation::Format::kF16, site});
+  emulation::warpgroup().add(
+      "wgmma_f16", d[0],
+      {a, b, a_across, b_across, false, 8 * kTiles, emulation::Format::kF16, site});
 }
 
 template <bool a_across = false, bool b_across = false, int kTiles>
 void wgmma_f16_zero(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor b,
                     emulation::Site site = emulation::Site::here()) {
-  emulation::warpgroup().add("wgmma_f16_zero", d[0],
-                             {a, b, a_across, b_across, true, 8 * kTiles, emulation::Format::kF16,
-                              site});
+  emulation::warpgroup().add(
+      "wgmma_f16_zero", d[0],
+      {a, b, a_across, b_across, true, 8 * kTiles, emulation::Format::kF16, site});
 }
 
 template <int kTiles>
 void wgmma_bf16(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor b,
                 emulation::Site site = emulation::Site::here()) {
-  emulation::warpgroup().add("wgmma_bf16", d[0],
-                             {a, b, false, false, false, 8 * kTiles, emulation::Format::kBf16,
-                              site});
+  emulation::warpgroup().add(
+      "wgmma_bf16", d[0], {a, b, false, false, false, 8 * kTiles, emulation::Format::kBf16, site});
 }
 
 }  // namespace fused_ops::sm90a

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of the triangular multiplicative update for large problems, through their launchers.
+#define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
 #include "triangular_multiplicative_update/output_backward_sm80.cu"
 #include "triangular_multiplicative_update/output_sm80.cu"
@@ -121,8 +122,8 @@ const emulation::Kernel project("project", [](Request& request) {
   const Packed packed = Packed::of(c.sizes, c.mode);
   p.first_block = static_cast<int>(request.integer("first_block", 0));
   p.blocks = static_cast<int>(request.integer("blocks", packed.hidden_blocks));
-  const int hidden = std::min(p.blocks * kPieceChannels,
-                              c.sizes.hidden - p.first_block * kPieceChannels);
+  const int hidden =
+      std::min(p.blocks * kPieceChannels, c.sizes.hidden - p.first_block * kPieceChannels);
   const std::int64_t count = hidden * c.sizes.pairs();
   for (int part = 0; part < parts(c.mode); ++part) {
     p.a[part] = request.output<std::uint16_t>(part == 0 ? "a" : "a_lo", count);

@@ -101,7 +101,8 @@ void WarpgroupQueue::add(const char* name, float* sums, const WarpgroupProduct& 
     columns_ = product.columns;
     std::copy(sums, sums + columns_ / 2, values_);
   }
-  if (sums_ != sums || columns_ != product.columns) fault(std::string(name) + ": other products are under way", product.site);
+  if (sums_ != sums || columns_ != product.columns)
+    fault(std::string(name) + ": other products are under way", product.site);
   poison(sums, columns_ / 2 * sizeof(float));
   products_.push_back(product);
 }

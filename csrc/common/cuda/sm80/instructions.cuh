@@ -40,8 +40,8 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* global, int
                : "memory");
 }
 
-// 16 bytes to global memory in one store; the compiler may make four of what C++ says. The address is
-// aligned to 16.
+// 16 bytes to global memory in one store; the compiler may make four of what C++ says. The address
+// is aligned to 16.
 __device__ __forceinline__ void store_global_16(void* global, const uint4& words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(words.x), "r"(words.y),
                "r"(words.z), "r"(words.w)

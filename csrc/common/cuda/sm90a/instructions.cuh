@@ -174,7 +174,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], MatrixDescriptor a,
 }
 
 __device__ __forceinline__ void wgmma_f16(float (&d)[8][4], MatrixDescriptor a,
-                                           MatrixDescriptor b) {
+                                          MatrixDescriptor b) {
   asm volatile(
       "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
@@ -188,7 +188,7 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[8][4], MatrixDescriptor a,
 }
 
 __device__ __forceinline__ void wgmma_f16_zero(float (&d)[8][4], MatrixDescriptor a,
-                                           MatrixDescriptor b) {
+                                               MatrixDescriptor b) {
   asm volatile(
       "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 0, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
