@@ -89,6 +89,7 @@ def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
         exact = pair.double().requires_grad_()
         expected = module.double()(exact, mask)
         expected.backward(grad.double())
+        assert exact.grad is not None
         near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         for one, other in ((result, expected), (gradient, exact.grad)):
             error = (one.detach().cpu().double() - other.detach()).norm()
