@@ -7,12 +7,22 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
-// `channels` planes from `data` on, as matrices (channels * batch, n, n), transposed or not.
+// `channels` planes from `data` on, as matrices (channels * batch, lines, pitch), transposed or
+// not.
 inline Tensor matrices(const Tensor& like, const Sizes& sizes, const void* data, int channels,
-                       ScalarType type, bool transposed) {
+                       std::int64_t lines, ScalarType type, bool transposed) {
+  const std::int64_t rows = transposed ? sizes.pitch : lines;
+  const std::int64_t columns = transposed ? lines : sizes.pitch;
   const std::int64_t along = transposed ? sizes.pitch : 1, across = transposed ? 1 : sizes.pitch;
-  return view_of(like, const_cast<void*>(data), {channels * sizes.batch, sizes.n, sizes.n},
+  return view_of(like, const_cast<void*>(data), {channels * sizes.batch, rows, columns},
                  {sizes.n * sizes.pitch, across, along}, type);
+}
+
+// What a plane b must have behind its end, in numbers: cuBLAS is several times slower where sizes
+// are odd, so it sees `pitch` lines of b. Those behind the n-th are the next matrix's, or this
+// room; their products go to the padding of o.
+inline std::int64_t room_behind(const Sizes& sizes) {
+  return (sizes.pitch - sizes.n) * sizes.pitch;
 }
 
 // out = a * b for 16-bit matrices; fp32 results where `out` is fp32.
@@ -61,9 +71,10 @@ inline void contract_planes(const Problem& problem, const Choice& chosen, const 
     return;
   }
   const ScalarType type = brain ? ScalarType::BFloat16 : ScalarType::Half;
-  multiply_matrices(matrices(o, sizes, project.a[0], channels, type, false),
-                    matrices(o, sizes, project.b[0], channels, type, true),
-                    matrices(o, sizes, out, channels, brain ? type : ScalarType::Float, false));
+  multiply_matrices(
+      matrices(o, sizes, project.a[0], channels, sizes.n, type, false),
+      matrices(o, sizes, project.b[0], channels, sizes.pitch, type, true),
+      matrices(o, sizes, out, channels, sizes.n, brain ? type : ScalarType::Float, false));
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -57,7 +57,8 @@ void run_large(const Choice& chosen, const Problem& problem, bool outgoing, cons
                    mode == Mode::kBFloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   {
     const int most = std::min(chosen.group * kPieceChannels, sizes.hidden);
-    const Tensor planes = empty(out, {2, parts(mode), most, pairs}, ScalarType::Half);
+    const Tensor planes =
+        empty(out, {2 * parts(mode) * most * pairs + room_behind(sizes)}, ScalarType::Half);
     auto* plane = static_cast<std::uint16_t*>(planes.mutable_data_ptr());
     for (int part = 0; part < parts(mode); ++part) {
       project.a[part] = plane + part * most * pairs;

@@ -142,17 +142,18 @@ class _Backward:
         for first in range(0, lines, step):
             yield first * self.pitch, min(step, lines - first) * self.pitch
 
-    def matrices(self, plane: Tensor, transposed: bool = False) -> Tensor:
-        """A plane, or the first of several, as (hidden * batch, n, n)."""
+    def matrices(self, plane: Tensor, transposed: bool = False, padded: bool = False) -> Tensor:
+        """A plane, or the first of several, as (hidden * batch, n, n) or with all places."""
         n, pitch = self.n, self.pitch
         strides = (n * pitch, 1, pitch) if transposed else (n * pitch, pitch, 1)
-        return plane.as_strided((self.hidden * self.batch, n, n), strides)
+        return plane.as_strided((self.hidden * self.batch, n, pitch if padded else n), strides)
 
     def run(self) -> list[Tensor]:
         input_side = self.needs(*_INPUT_SIDE)
         half = torch.bfloat16 if self.brain else torch.float16
         a = self.empty(2 if self.split else 1, self.hidden, self.pairs, dtype=half)
-        b = torch.empty_like(a)
+        # cuBLAS reads as many lines of a matrix as it has places: csrc/, room_behind().
+        b = self.empty(a.numel() + (self.pitch - self.n) * self.pitch, dtype=half)
         o = self.empty(self.hidden, self.pairs, dtype=self.wide)
         # Weights to multiply gradients with, where gradients must come so far.
         self.folded_input = self.folded_gate = self.folded_out = self.largest = None
@@ -253,8 +254,8 @@ class _Backward:
         da = self.empty(self.hidden, self.pairs, dtype=self.wide)
         if self.brain:
             db = torch.empty_like(da)
-            torch.bmm(self.matrices(d_o), self.matrices(b), out=self.matrices(da))
-            torch.bmm(self.matrices(d_o, True), self.matrices(a), out=self.matrices(db))
+            for d, plane, out in ((self.matrices(d_o), b, da), (self.matrices(d_o, True), a, db)):
+                torch.bmm(d, self.matrices(plane, padded=True), out=self.matrices(out, padded=True))
             return da, db, None
         assert self.largest is not None
         parts = self.empty(len(a), self.hidden, self.pairs, dtype=torch.float16)
@@ -272,7 +273,12 @@ class _Backward:
             (self.matrices(parts), b, da),
             (self.matrices(parts, True), a, db),
         ):
-            torch.bmm(d, self.matrices(plane), out_dtype=torch.float32, out=self.matrices(out))
+            torch.bmm(
+                d,
+                self.matrices(plane, padded=True),
+                out_dtype=torch.float32,
+                out=self.matrices(out, padded=True),
+            )
         return da, db, undo
 
     # Input side ---------------------------------------------------------------------------------
