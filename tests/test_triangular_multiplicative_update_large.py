@@ -28,11 +28,10 @@ CASES = [
     ("tf32", False, (1, 11, 40, 72, 0)),
     ("bf16", True, (2, 6, 128, 100, 0)),
     ("bf16", False, (1, 5, 200, 130, 1)),
-    ("split", False, (1, 3, 384, 160, 3)),
-    ("tf32", False, (1, 7, 100, 33, 4)),
-    ("fp16", False, (3, 1, 16, 8, 4)),
-    ("fp16", False, (1, 5, 384, 136, 2)),
-    ("fp16", False, (1, 7, 100, 33, 4)),
+    ("split", False, (1, 3, 384, 160, 2)),
+    ("tf32", False, (1, 7, 100, 33, 3)),
+    ("fp16", False, (3, 1, 16, 8, 3)),
+    ("fp16", False, (1, 7, 100, 33, 3)),
 ]
 EVERY_CASE = pytest.mark.parametrize("mode,hopper,shape", CASES, ids=str)
 
@@ -273,7 +272,7 @@ def test_projections_backward(mode, hopper, shape):
 
 
 def test_backward_of_some_pairs():
-    problem = Problem("fp16", (2, 9, 64, 64, 4))
+    problem = Problem("fp16", (2, 9, 64, 64, 3))
     grads = [problem.pad(torch.randn(64, 2, 9, 9).double(), torch.float32) for _ in "ab"]
     inputs = {"da": grads[0], "db": grads[1]}
     whole = problem.run("project_backward", inputs)

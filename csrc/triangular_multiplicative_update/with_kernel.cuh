@@ -40,7 +40,7 @@ void with_mode(Mode mode, Function function) {
 
 template <class Function>
 void with_tile(int tile, Function function) {
-  static_assert(kTileCount == 5);
+  static_assert(kTileCount == 4);
   switch (tile) {
     case 0:
       return function(TileOf<0>());
@@ -50,8 +50,6 @@ void with_tile(int tile, Function function) {
       return function(TileOf<2>());
     case 3:
       return function(TileOf<3>());
-    case 4:
-      return function(TileOf<4>());
   }
 }
 
@@ -59,10 +57,10 @@ void with_tile(int tile, Function function) {
 // least, for the time it takes.
 constexpr bool is_compiled(Mode mode, int tile) {
 #ifdef FUSED_OPS_FEW_KERNELS
-  constexpr int kOf[4][2] = {{0, 1}, {4, 2}, {0, 4}, {0, 3}};  // by mode
+  constexpr int kOf[4][2] = {{0, 1}, {3, 3}, {0, 3}, {0, 2}};  // by mode
   return kOf[static_cast<int>(mode)][0] == tile || kOf[static_cast<int>(mode)][1] == tile;
 #else
-  return mode != Mode::kSplit || kTiles[tile].shared_bytes_split != kNever;
+  return static_cast<int>(mode) < 4 && tile < kTileCount;
 #endif
 }
 
