@@ -573,9 +573,7 @@ constexpr int output_blocks(Mode mode, int rows, bool backward) {
 }
 
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads, kRows* kInnerMost > 16384
-                                                ? 1
-                                                : output_blocks(mode, kRows, kBackward))
+__global__ void __launch_bounds__(kThreads, output_blocks(mode, kRows, kBackward))
     output_kernel(const __grid_constant__ OutputParams params) {
   Output<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
 }

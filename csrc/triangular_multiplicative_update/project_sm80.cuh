@@ -477,7 +477,7 @@ constexpr int project_blocks(Mode mode) {
 }
 
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads, kRows* kInnerMost > 16384 ? 1 : project_blocks(mode))
+__global__ void __launch_bounds__(kThreads, project_blocks(mode))
     project_kernel(const __grid_constant__ ProjectParams params) {
   Project<mode, Shape<kRows, kInnerMost>, kBackward>::run(params);
 }
