@@ -38,7 +38,7 @@ step() { # name, seconds, command...
 
 sanitize() { # tool
   local log="$OUT/sanitizer-$1.txt" lines=20
-  step "$1" 50 compute-sanitizer --tool "$1" --error-exitcode 1 \
+  step "$1" 55 compute-sanitizer --tool "$1" --error-exitcode 1 \
     "$PYTHON" -m benchmarks.sanitizer_cases >"$log" 2>&1
   case ${verdict[$1]} in ok*) lines=2 ;; esac
   echo "== $1"
@@ -46,7 +46,7 @@ sanitize() { # tool
 }
 
 step report 30 "$PYTHON" -m fused_ops
-step tests 240 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
+step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
   --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
 for tool in memcheck racecheck initcheck synccheck; do
