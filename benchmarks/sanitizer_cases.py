@@ -73,7 +73,7 @@ def run(rows: int, inner: int, columns: int) -> int:
 
 def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
     """Forward and backward of both directions; returns the number of backward passes."""
-    directions = ("outgoing", "incoming")
+    directions: tuple[str, ...] = ("outgoing", "incoming")
     if n > 100:  # the tools are slow
         directions = directions[:1] if dtype == torch.float32 else directions[1:]
     for direction in directions:
