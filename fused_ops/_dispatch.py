@@ -219,6 +219,11 @@ class Operator:
             try:
                 return self._forward_op(*args)
             except (RuntimeError, ValueError):
+                for i in self._required:
+                    if args[i] is None:
+                        raise TypeError(
+                            f"{self.name}: {self._names[i]} must be a tensor, got None"
+                        ) from None
                 self.check(*args)  # for its own words, and TypeError, which C++ cannot raise
                 raise
         known = self._recall(args)
@@ -348,6 +353,11 @@ class Operator:
         if tuple(grad.shape) != tuple(result.shape):
             raise ValueError(
                 f"{self.name}: grad must have shape {tuple(result.shape)}, got {tuple(grad.shape)}"
+            )
+        if grad.device != result.device or grad.dtype.is_complex or not grad.is_floating_point():
+            raise TypeError(
+                f"{self.name}: grad must be floating and on {result.device}, got {grad.dtype} on "
+                f"{grad.device}"
             )
         if len(needs) != len(self.differentiable):
             raise ValueError(

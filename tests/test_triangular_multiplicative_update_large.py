@@ -155,11 +155,12 @@ def test_projections_with_masks_of_other_dtypes(mode, mask):
         assert relative_error(values, exact) < ALLOWED[mode]
 
 
+@pytest.mark.parametrize("magnitude", [1e6, 1e-4])
 @pytest.mark.parametrize("mode", ["tf32", "split"])
-def test_masks_of_any_magnitude(mode):
+def test_masks_of_any_magnitude(mode, magnitude):
     problem = Problem(mode, (1, 6, 16, 24, 0), mask=torch.float32)
-    problem.inputs["mask"] *= 1e6
-    problem.mask *= 1e6
+    problem.inputs["mask"] *= magnitude
+    problem.mask = problem.inputs["mask"].double()
     got = problem.run("project")
     projected, gate = problem.gated("a")
     exact = problem.plane(projected * gate * problem.mask.unsqueeze(-1))

@@ -89,9 +89,11 @@ std::vector<std::string> reasons_against(const Problem& problem) {
     reasons.push_back("kernels take 1 to " + std::to_string(kMostChannels) +
                       " channels of pair and hidden, got " + std::to_string(sizes.channels) +
                       " and " + std::to_string(sizes.hidden));
-  } else if (sizes.batch * sizes.n > std::numeric_limits<int>::max()) {
-    reasons.push_back("there may be 2^31 - 1 lines of pairs, got " +
-                      std::to_string(sizes.batch * sizes.n));
+  } else if (std::max(sizes.batch * sizes.n, sizes.batch * sizes.hidden) >
+             std::numeric_limits<int>::max()) {
+    reasons.push_back("there may be 2^31 - 1 lines of pairs and matrices of a channel, got " +
+                      std::to_string(sizes.batch * sizes.n) + " and " +
+                      std::to_string(sizes.batch * sizes.hidden));
   } else if (reasons.empty() && choose_tile(channels, mode_of(problem) == Mode::kSplit,
                                             sizes.pairs(), problem.device) < 0) {
     reasons.push_back(

@@ -202,7 +202,11 @@ struct Project {
     if (p.needs_largest) {
       const float* largest = floats(p.packed.mask_largest);
       const float most = warp_max(fmaxf(largest[lane()], largest[lane() + 32]));
-      if (most > kMaskRoom) exponent = exponent_to(most, 7);
+      // Small masks as well as large ones, but never so far that what undoes both planes
+      // underflows.
+      if (most > kMaskRoom || (most > 0.0f && most < 1.0f)) {
+        exponent = min(exponent_to(most, 7), 30);
+      }
     }
     const int padded = p.packed.hidden_blocks * kPieceChannels;
     if (blockIdx.x == 0) {

@@ -97,13 +97,21 @@ def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
     return tensor if count == len(tensor) else tensor[first : first + count]
 
 
+def _walkable(pairs: Tensor) -> Tensor:
+    """A tensor of pairs as kernels take it: channels side by side, one stride for batches."""
+    if pairs.stride(-1) == 1 and (pairs.dim() <= 4 or pairs.is_contiguous()):
+        return pairs
+    return pairs.contiguous()
+
+
 class _Backward:
     """One backward of one call."""
 
     def __init__(self, grad: Tensor, args: dict[str, Any], needs: list[bool]) -> None:
-        self.grad = grad
-        self.args = args
-        pair = self.pair = args["pair"]
+        # Here once, where the steps would do it each for itself.
+        self.grad = _walkable(grad.to(args["dtype"] or args["pair"].dtype))
+        pair = self.pair = _walkable(args["pair"])
+        self.args = {**args, "pair": pair}
         self.needed = {name for name, need in zip(DIFFERENTIABLE, needs, strict=True) if need}
         self.n, self.channels = pair.shape[-2:]
         self.hidden = args["proj_a_weight"].shape[0]

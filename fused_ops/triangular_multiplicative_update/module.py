@@ -95,6 +95,7 @@ class TriangularMultiplicativeUpdate(FusedModule, reference.TriangularMultiplica
     def _operands(self, pair_repr: Tensor, pair_mask: Tensor | None = None) -> list[Any]:
         _check.tensor(NAME, "pair_repr", pair_repr)
         _check.mask_needs_no_grad(NAME, "pair_mask", pair_mask)
+        _check.mask_dtype(NAME, "pair_mask", pair_mask)
         _check.max_workspace(NAME, self.max_workspace)
         eps: float = self._modules["layer_norm_in"].eps  # type: ignore[union-attr,assignment]
         eps_out = self._modules["layer_norm_out"].eps  # type: ignore[union-attr]

@@ -216,6 +216,7 @@ def triangular_multiplicative_update(
         raise ValueError(f"{NAME}: direction must be 'incoming' or 'outgoing', got {direction!r}")
     _check.tensor(NAME, "pair", pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
+    _check.mask_dtype(NAME, "mask", mask)
     _check.max_workspace(NAME, max_workspace)
     return OPERATOR(
         pair,
