@@ -36,9 +36,9 @@ step() { # name, seconds, command...
   steps+=("$name")
 }
 
-sanitize() { # tool
+sanitize() { # tool, seconds
   local log="$OUT/sanitizer-$1.txt" lines=20
-  step "$1" 55 compute-sanitizer --tool "$1" --error-exitcode 1 \
+  step "$1" "$2" compute-sanitizer --tool "$1" --error-exitcode 1 \
     "$PYTHON" -m benchmarks.sanitizer_cases >"$log" 2>&1
   case ${verdict[$1]} in ok*) lines=2 ;; esac
   echo "== $1"
@@ -52,7 +52,8 @@ step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
 for tool in memcheck racecheck initcheck synccheck; do
   # What racecheck cannot see otherwise: csrc/tensor_matmul/split_tile.cuh, warp_arrives().
   if [ "$tool" = racecheck ]; then export FUSED_OPS_RACECHECK=1; else unset FUSED_OPS_RACECHECK; fi
-  sanitize "$tool"
+  case $tool in racecheck | initcheck) limit=100 ;; *) limit=50 ;; esac
+  sanitize "$tool" "$limit"
 done
 # A job that has begun is finished: 25 seconds for the last one and the start.
 limit=$(left 175)
