@@ -24,10 +24,8 @@ __device__ __forceinline__ float load_or(const Stored& stored, std::int64_t inde
   return stored.data ? load_number(stored.data, stored.type, index) : otherwise;
 }
 
-__device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t batch, std::int64_t i,
-                                           std::int64_t j) {
+__device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t at) {
   if (!mask.data) return 1.0f;
-  const std::int64_t at = batch * mask.batch_stride + i * mask.i_stride + j * mask.j_stride;
   switch (mask.type) {
     case MaskType::kUInt8:
       return static_cast<const std::uint8_t*>(mask.data)[at];
@@ -49,6 +47,11 @@ __device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t batch,
       return static_cast<float>(static_cast<const double*>(mask.data)[at]);
   }
   return 1.0f;
+}
+
+__device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t batch, std::int64_t i,
+                                           std::int64_t j) {
+  return load_mask(mask, batch * mask.batch_stride + i * mask.i_stride + j * mask.j_stride);
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -1,32 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "triangular_multiplicative_update/output_sm90a.cuh"
 
+#include <algorithm>
+
 #include "triangular_multiplicative_update/output_launch.cuh"
+#include "triangular_multiplicative_update/output_resident_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
 
-template <bool kBackward>
-void launch_sm90a(const char* what, Mode mode, const OutputParams& params, CUstream_st* stream) {
+template <Mode mode, bool kBackward>
+void launch_groups(const char* what, const OutputParams& params, CUstream_st* stream) {
   if (params.count == 0) return;
-  with_mode(mode, [&](auto mode_of) {
-    constexpr Mode kMode = decltype(mode_of)::kMode;
-    constexpr std::size_t kShared = sizeof(typename OutputSm90a<kMode, kBackward>::Shared);
-    const auto blocks = static_cast<unsigned>(ceil_div(params.count, 128));
-    launch(what, output_sm90a_kernel<kMode, kBackward>, blocks, kThreads, kShared, stream, params);
-  });
+  launch(what, output_sm90a_kernel<mode, kBackward>,
+         static_cast<unsigned>(ceil_div(params.count, 128)), kThreads,
+         sizeof(typename OutputSm90a<mode, kBackward>::Shared), stream, params);
+}
+
+void launch_resident(const char* what, const OutputParams& params, CUstream_st* stream) {
+  if (params.count == 0) return;
+  const std::int64_t tiles = ceil_div(params.count, OutputResident::kRows);
+  launch(what, output_resident_kernel,
+         static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors())), kResidentThreads,
+         sizeof(OutputResident::Shared), stream, params);
 }
 
 }  // namespace
 
 void output_sm90a(const OutputProblem& problem, CUstream_st* stream) {
-  launch_sm90a<false>("triangular_multiplicative_update: launching output_sm90a", problem.mode,
-                      params_of(problem), stream);
+  constexpr const char* kWhat = "triangular_multiplicative_update: launching output_sm90a";
+  const OutputParams params = params_of(problem);
+  switch (problem.mode) {
+    case Mode::kBFloat16:
+      if (!is_walkable(problem.pair, problem.sizes, problem.mode)) {
+        return output_sm80(problem, stream);
+      }
+      return launch_resident(kWhat, params, stream);
+    case Mode::kFloat16:
+      return launch_groups<Mode::kFloat16, false>(kWhat, params, stream);
+    case Mode::kTf32:
+      return launch_groups<Mode::kTf32, false>(kWhat, params, stream);
+    case Mode::kSplit:
+      return launch_groups<Mode::kSplit, false>(kWhat, params, stream);
+  }
 }
 
 void output_backward_sm90a(const OutputBackwardProblem& problem, CUstream_st* stream) {
-  launch_sm90a<true>("triangular_multiplicative_update: launching output_backward_sm90a",
-                     problem.mode, params_of(problem), stream);
+  with_mode(problem.mode, [&](auto mode_of) {
+    launch_groups<decltype(mode_of)::kMode, true>(
+        "triangular_multiplicative_update: launching output_backward_sm90a", params_of(problem),
+        stream);
+  });
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -37,6 +37,7 @@ struct PackLine {
   float* undo = nullptr;
   int operand_exponent = 0;      // of the other operand, which is undone here too
   float* plane_scale = nullptr;  // null, or where the scale of the channel's plane goes
+  float* line_sum = nullptr;     // null, or where the sum of the bf16 numbers of the line goes
 };
 
 class LinePacker {
@@ -85,6 +86,7 @@ class LinePacker {
       }
     }
     const float scale = two_to(exponent);
+    float packed_sum = 0.0f;
 #pragma unroll
     for (int m = 0; m < kEights; ++m) {
       const int piece = lane_ + 32 * m;
@@ -96,6 +98,8 @@ class LinePacker {
         lo[i] = 0;
         if (mode_ == Mode::kBFloat16) {
           hi[i] = sm80::pack_bf16(low, high);
+          const float2 rounded = sm80::unpack_bf16(hi[i]);
+          packed_sum += rounded.x + rounded.y;
         } else {
           sm80::split_pair(low, high, &hi[i], &lo[i]);
         }
@@ -107,6 +111,8 @@ class LinePacker {
         *reinterpret_cast<uint4*>(to + p.part_stride) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
       }
     }
+    packed_sum = warp_sum(packed_sum);
+    if (lane_ == 0 && p.line_sum) *p.line_sum = packed_sum;
   }
 
  private:
@@ -192,6 +198,7 @@ __device__ __forceinline__ PackLine find_line(const PackParams& params, int line
   p.line = line % kPieceChannels;
   p.bias = floats(is_gate ? packed.gate_bias : packed.out_bias) + line;
   p.undo = floats(is_gate ? packed.gate_undo : packed.out_undo) + line;
+  if (!is_gate && params.mode == Mode::kBFloat16) p.line_sum = floats(packed.out_sum) + line;
   // Rows of the raw pair have scales of their own.
   p.operand_exponent = p.folds ? kNormalisedExponent : 0;
   return p;

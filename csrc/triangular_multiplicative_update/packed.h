@@ -63,6 +63,8 @@ struct Packed {
   std::int64_t gate_undo = 0;
   std::int64_t out_bias = 0;
   std::int64_t out_undo = 0;
+  // Of the output projection's lines, in bf16: the sums of their numbers, as they are packed.
+  std::int64_t out_sum = 0;
   // [plane a, b][hidden, rounded up to 64]: what a number is multiplied by before it is stored in
   // the plane, for masks of at most kMaskRoom; and the way back, whatever the mask.
   std::int64_t plane_scale = 0;
@@ -92,6 +94,7 @@ struct Packed {
     p.gate_undo = take(out_lines * 4);
     p.out_bias = take(out_lines * 4);
     p.out_undo = take(out_lines * 4);
+    p.out_sum = take(out_lines * 4);
     p.plane_scale = take(std::int64_t{2} * p.hidden_blocks * kPieceChannels * 4);
     p.plane_undo = take(std::int64_t{2} * p.hidden_blocks * kPieceChannels * 4);
     p.mask_largest = take(kMaskBlocks * 4);

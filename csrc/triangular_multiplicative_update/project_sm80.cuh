@@ -37,6 +37,15 @@ struct ProjectParams {
   float* sums = nullptr;
 };
 
+// For masks that exceed what the planes have room for; all lanes of a warp call it.
+__device__ __forceinline__ int mask_exponent(const float* largest, int lane) {
+  static_assert(kMaskBlocks == 64);
+  const float most = warp_max(fmaxf(largest[lane], largest[lane + 32]));
+  // Small masks as well as large ones, but never so far that what undoes both planes underflows.
+  if (most > kMaskRoom || (most > 0.0f && most < 1.0f)) return min(exponent_to(most, 7), 30);
+  return 0;
+}
+
 // The packed lines of the channels of a, then of b.
 template <int kBytes>
 class ProjectSource {
@@ -199,15 +208,7 @@ struct Project {
   // For masks that exceed what the planes have room for; the first block tells the way back.
   __device__ __forceinline__ float scale_mask() {
     int exponent = 0;
-    if (p.needs_largest) {
-      const float* largest = floats(p.packed.mask_largest);
-      const float most = warp_max(fmaxf(largest[lane()], largest[lane() + 32]));
-      // Small masks as well as large ones, but never so far that what undoes both planes
-      // underflows.
-      if (most > kMaskRoom || (most > 0.0f && most < 1.0f)) {
-        exponent = min(exponent_to(most, 7), 30);
-      }
-    }
+    if (p.needs_largest) exponent = mask_exponent(floats(p.packed.mask_largest), lane());
     const int padded = p.packed.hidden_blocks * kPieceChannels;
     if (blockIdx.x == 0) {
       auto* undo = reinterpret_cast<float*>(p.workspace + p.packed.plane_undo);

@@ -48,6 +48,37 @@ void load_matrix(const char* name, std::uint32_t (&d)[4], std::uint32_t address,
   std::memcpy(d, mine.result, sizeof(d));
 }
 
+struct StoreMatrix {
+  std::uint32_t fragments[4];
+  unsigned char* row;  // whose address the lane gave
+};
+
+template <bool trans>
+void store_matrices(void* const* lanes, std::uint32_t) {
+  for (int at = 0; at < kWarpSize; ++at) {
+    const int matrix = at / 8;
+    const int row = at % 8;
+    std::uint16_t numbers[8];
+    for (int column = 0; column < 8; ++column) {
+      const int lane = trans ? column * 4 + row / 2 : row * 4 + column / 2;
+      const int half = (trans ? row : column) % 2;
+      const std::uint32_t word = static_cast<StoreMatrix*>(lanes[lane])->fragments[matrix];
+      numbers[column] = static_cast<std::uint16_t>(word >> 16 * half);
+    }
+    std::memcpy(static_cast<StoreMatrix*>(lanes[at])->row, numbers, sizeof(numbers));
+  }
+}
+
+template <bool trans>
+void store_matrix(const char* name, const std::uint32_t (&d)[4], std::uint32_t address, Site site) {
+  const void* shared = shared_pointer(address);
+  check_shared(shared, 16, 16, name, site);
+  StoreMatrix mine;
+  std::memcpy(mine.fragments, d, sizeof(d));
+  mine.row = static_cast<unsigned char*>(const_cast<void*>(shared));
+  meet_warp(name, Aligned::kYes, 0xffffffff, &mine, store_matrices<trans>, site);
+}
+
 template <Format format>
 void multiply(const char* name, float (&d)[4], const std::uint32_t (&a)[4],
               const std::uint32_t (&b)[2], Site site) {
@@ -172,7 +203,8 @@ inline float exp2_approx(float x) {
 }
 
 inline float reciprocal_approx(float x) {
-  return 1.0f / x;
+  const float y = 1.0f / x;
+  return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : y;
 }
 
 inline float max_nan(float a, float b) {

@@ -70,11 +70,30 @@ void wgmma_f16_zero(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor 
       {a, b, a_across, b_across, true, 8 * kTiles, emulation::Format::kF16, site});
 }
 
-template <int kTiles>
+template <bool a_across = false, bool b_across = false, int kTiles>
 void wgmma_bf16(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor b,
                 emulation::Site site = emulation::Site::here()) {
   emulation::warpgroup().add(
-      "wgmma_bf16", d[0], {a, b, false, false, false, 8 * kTiles, emulation::Format::kBf16, site});
+      "wgmma_bf16", d[0],
+      {a, b, a_across, b_across, false, 8 * kTiles, emulation::Format::kBf16, site});
+}
+
+template <bool a_across = false, bool b_across = false, int kTiles>
+void wgmma_bf16_zero(float (&d)[kTiles][4], MatrixDescriptor a, MatrixDescriptor b,
+                     emulation::Site site = emulation::Site::here()) {
+  emulation::warpgroup().add(
+      "wgmma_bf16_zero", d[0],
+      {a, b, a_across, b_across, true, 8 * kTiles, emulation::Format::kBf16, site});
+}
+
+inline void stmatrix_x4(sm80::SharedAddress shared, const std::uint32_t (&d)[4],
+                        emulation::Site site = emulation::Site::here()) {
+  emulation::store_matrix<false>("stmatrix_x4", d, shared, site);
+}
+
+inline void stmatrix_x4_trans(sm80::SharedAddress shared, const std::uint32_t (&d)[4],
+                              emulation::Site site = emulation::Site::here()) {
+  emulation::store_matrix<true>("stmatrix_x4_trans", d, shared, site);
 }
 
 }  // namespace fused_ops::sm90a

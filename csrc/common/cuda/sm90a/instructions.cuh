@@ -97,108 +97,73 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS_32("+f", d) : : "memory");
 }
 
-// d += a * b on 64x16 by 16x128 halves with fp32 accumulators. Of each 8 columns warp w of the
-// warpgroup holds rows 16w to 16w+15, distributed as mma_f16 has it. a_across, b_across: of which
-// of the two kinds the descriptors are.
-template <bool a_across = false, bool b_across = false>
-__device__ __forceinline__ void wgmma_f16(float (&d)[16][4], MatrixDescriptor a,
-                                          MatrixDescriptor b) {
-  asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulates, 1, 1, %66, %67;\n}"
-      : FUSED_OPS_SUMS("+f", d)
-      : "l"(a), "l"(b), "n"(static_cast<int>(a_across)), "n"(static_cast<int>(b_across)));
+// Products on 64x16 by 16x128 (accumulators d[16][4]) or 16x64 numbers (d[8][4]) of 16 bits, with
+// fp32 accumulators. Of each 8 columns warp w of the warpgroup holds rows 16w to 16w+15,
+// distributed as mma_f16 has it. a_across, b_across: of which of the two kinds the descriptors are.
+#define FUSED_OPS_WGMMA_128(name, numbers, accumulates, sums)                        \
+  template <bool a_across = false, bool b_across = false>                            \
+  __device__ __forceinline__ void name(float (&d)[16][4], MatrixDescriptor a,        \
+                                       MatrixDescriptor b) {                         \
+    asm volatile("{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, " accumulates \
+                 ", 0;\n"                                                            \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." numbers "." numbers  \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, "                                \
+                 "%8, %9, %10, %11, %12, %13, %14, %15, "                            \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, "                          \
+                 "%24, %25, %26, %27, %28, %29, %30, %31, "                          \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, "                          \
+                 "%40, %41, %42, %43, %44, %45, %46, %47, "                          \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, "                          \
+                 "%56, %57, %58, %59, %60, %61, %62, %63}, "                         \
+                 "%64, %65, accumulates, 1, 1, %66, %67;\n}"                         \
+                 : FUSED_OPS_SUMS(sums, d)                                           \
+                 : "l"(a), "l"(b), "n"(static_cast<int>(a_across)),                  \
+                   "n"(static_cast<int>(b_across)));                                 \
+  }
+#define FUSED_OPS_WGMMA_64(name, numbers, accumulates, sums)                                       \
+  template <bool a_across = false, bool b_across = false>                                          \
+  __device__ __forceinline__ void name(float (&d)[8][4], MatrixDescriptor a, MatrixDescriptor b) { \
+    asm volatile("{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, " accumulates               \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." numbers "." numbers                 \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, "                                              \
+                 "%8, %9, %10, %11, %12, %13, %14, %15, "                                          \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, "                                        \
+                 "%24, %25, %26, %27, %28, %29, %30, %31}, "                                       \
+                 "%32, %33, accumulates, 1, 1, %34, %35;\n}"                                       \
+                 : FUSED_OPS_SUMS_32(sums, d)                                                      \
+                 : "l"(a), "l"(b), "n"(static_cast<int>(a_across)),                                \
+                   "n"(static_cast<int>(b_across)));                                               \
+  }
+#define FUSED_OPS_WGMMA(name, numbers, accumulates, sums) \
+  FUSED_OPS_WGMMA_128(name, numbers, accumulates, sums)   \
+  FUSED_OPS_WGMMA_64(name, numbers, accumulates, sums)
+
+FUSED_OPS_WGMMA(wgmma_f16, "f16", "1", "+f")        // d += a * b
+FUSED_OPS_WGMMA(wgmma_f16_zero, "f16", "0", "=&f")  // d = a * b
+FUSED_OPS_WGMMA(wgmma_bf16, "bf16", "1", "+f")
+FUSED_OPS_WGMMA(wgmma_bf16_zero, "bf16", "0", "=&f")
+
+#undef FUSED_OPS_WGMMA
+#undef FUSED_OPS_WGMMA_64
+#undef FUSED_OPS_WGMMA_128
+
+// Stores four 8x8 matrices of 16-bit numbers: lane l holds, of each, numbers 2 * (l % 4) and the
+// next of row l / 4, and the address of row l % 8 of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void stmatrix_x4(sm80::SharedAddress shared,
+                                            const std::uint32_t (&d)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+               : "memory");
 }
 
-// d = a * b, the same otherwise.
-template <bool a_across = false, bool b_across = false>
-__device__ __forceinline__ void wgmma_f16_zero(float (&d)[16][4], MatrixDescriptor a,
-                                               MatrixDescriptor b) {
+// The same of transposed matrices: lane l holds numbers l / 4 of rows 2 * (l % 4) and the next.
+__device__ __forceinline__ void stmatrix_x4_trans(sm80::SharedAddress shared,
+                                                  const std::uint32_t (&d)[4]) {
   asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulates, 1, 1, %66, %67;\n}"
-      : FUSED_OPS_SUMS("=&f", d)
-      : "l"(a), "l"(b), "n"(static_cast<int>(a_across)), "n"(static_cast<int>(b_across)));
-}
-
-// d += a * b on bf16 numbers.
-__device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], MatrixDescriptor a,
-                                           MatrixDescriptor b) {
-  asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulates, 1, 1, 0, 0;\n}"
-      : FUSED_OPS_SUMS("+f", d)
-      : "l"(a), "l"(b));
-}
-
-// The same on 16x64 numbers of b: accumulators d[8][4].
-__device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], MatrixDescriptor a,
-                                           MatrixDescriptor b) {
-  asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
-      : FUSED_OPS_SUMS_32("+f", d)
-      : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma_f16(float (&d)[8][4], MatrixDescriptor a,
-                                          MatrixDescriptor b) {
-  asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
-      : FUSED_OPS_SUMS_32("+f", d)
-      : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma_f16_zero(float (&d)[8][4], MatrixDescriptor a,
-                                               MatrixDescriptor b) {
-  asm volatile(
-      "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, accumulates, 1, 1, 0, 0;\n}"
-      : FUSED_OPS_SUMS_32("=&f", d)
-      : "l"(a), "l"(b));
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+      : "memory");
 }
 
 #undef FUSED_OPS_SUMS

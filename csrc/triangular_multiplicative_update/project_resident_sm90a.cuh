@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// LayerNorm, the four projections of the input, gates, mask, by blocks that stay (resident): the
+// product is turned, weights * rows, so that a thread holds pairs of one channel, which is how the
+// planes lie, and knows its channel's bias and scales once and for all.
+//
+// A warp takes 16 packed lines, eight channels: their gates in rows 0 to 7 of its product and their
+// projections in rows 8 to 15, so that a thread holds both of its channel.
+#pragma once
+
+#include "triangular_multiplicative_update/project_sm80.cuh"
+#include "triangular_multiplicative_update/resident_sm90a.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+template <Mode mode>
+struct ProjectResident {
+  static constexpr int kRows = 128;  // pairs of a tile
+  static constexpr int kTiles = kRows / 8;
+  static constexpr int kStages = 2;
+  // Factors are read after their tile's rows have been given back, but before the next tile's are.
+  static constexpr int kFactors = 2 * kStages;
+  static constexpr int kLines = 64;  // of weights in a product: half a piece
+  static constexpr int kWarpChannels = 8;
+  static constexpr int kPlaneBytes = kRows * 2;                   // of a tile's channel
+  static constexpr int kPieceBytes = kProjectLines * kLineBytes;  // and 64 of the inner axis
+  static constexpr int kBlocks = kResidentChannels / 64;
+  static constexpr int kProducerRegisters = 88;
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, kProducerRegisters>;
+
+  struct alignas(1024) Shared {
+    unsigned char weights[2 * kBlocks * kBlocks * kPieceBytes];
+    unsigned char rows[kStages][kBlocks * kRows * kLineBytes];
+    unsigned char turned[kConsumers / 32][kWarpChannels * kPlaneBytes];
+    float inverse[kFactors][kRows];  // one over the mask's factor
+    std::uint64_t loaded;            // the weights are there
+    std::uint64_t full[kStages];     // rows and factors of a stage may be read
+    std::uint64_t empty[kStages];    // its rows may be written
+  };
+
+  // value = (product * scale + bias) / (1 + 2^(gate product * gate_scale + gate_bias))
+  struct Channel {
+    float gate_scale, gate_bias, scale, bias;
+  };
+
+  const ProjectParams& p;
+  Shared& shared;
+  WarpArrivals arrivals;
+
+  static __device__ __forceinline__ void run(const ProjectParams& params) {
+    auto& shared = shared_memory<Shared>();
+    const ProjectResident kernel{params, shared, {params.every_thread_arrives}};
+    const int thread = thread_index();
+    if (thread == 0) {
+      sm80::mbarrier_init(&shared.loaded, 1);
+      for (int i = 0; i < kStages; ++i) {
+        sm80::mbarrier_init(&shared.full[i], kernel.arrivals.of(kProducers));
+        sm80::mbarrier_init(&shared.empty[i], kernel.arrivals.of(kConsumers));
+      }
+      sm90a::fence_async();
+    }
+    __syncthreads();
+    if (thread < kProducers) {
+      sm90a::give_registers<Registers::kGivers>();
+      if (params.pair.type == DType::kFloat32) {
+        kernel.template produce<true>(thread);
+      } else {
+        kernel.template produce<false>(thread);
+      }
+    } else {
+      sm90a::take_registers<Registers::kTakers>();
+      kernel.consume(thread - kProducers);
+    }
+  }
+
+  __device__ __forceinline__ std::int64_t tiles() const { return ceil_div(p.count, kRows); }
+  __device__ __forceinline__ const float* floats(std::int64_t offset) const {
+    return reinterpret_cast<const float*>(p.workspace + offset);
+  }
+
+  template <bool wide>
+  __device__ __forceinline__ void produce(int thread) const {
+    using Rows = RowStream<mode, kRows, wide>;
+    const std::int64_t first = p.first_pair + std::int64_t{blockIdx.x} * kRows;
+    const int row = Rows::row_of_lane(thread);
+    PairWalk walk(p.sizes, first + row);
+    const PairSteps next(p.sizes, std::int64_t{gridDim.x} * kRows);
+    Rows rows(p.pair, p.sizes, thread);
+    rows.start(walk);
+    sm80::griddepcontrol_wait();  // up to here nothing packed was read
+    if (thread == 0) load_weights();
+    const float mask_scale = is_scaled(mode) ? scale_mask(thread) : 1.0f;
+    RingSlot<kStages> slot;
+    RingSlot<kFactors> factor;
+    for (std::int64_t tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+      const float inverse = inverse_of(walk, mask_scale);
+      walk.advance(next);
+      rows.advance(walk);
+      sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
+      shared.inverse[factor.stage][row] = inverse;
+      rows.tile(shared.rows[slot.stage], true, p.eps, [](int, int, const std::uint32_t (&)[4]) {});
+      sm90a::fence_async();
+      arrivals.arrive(&shared.full[slot.stage], thread);
+      slot.advance();
+      factor.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load_weights() const {
+    const int bytes = p.blocks * p.packed.channel_blocks * kPieceBytes;
+    sm90a::mbarrier_arrive_expect(&shared.loaded, 2 * bytes);
+    for (int plane = 0; plane < 2; ++plane) {
+      const std::int64_t block = plane * p.packed.hidden_blocks + p.first_block;
+      sm90a::bulk_copy(
+          shared.weights + plane * bytes,
+          p.workspace + p.packed.project + block * p.packed.channel_blocks * kPieceBytes, bytes,
+          &shared.loaded);
+    }
+  }
+
+  // One over the factor that results are multiplied by. Of 0, and of padding, it is what makes the
+  // reciprocal of a number from 1 on flush to zero.
+  __device__ __forceinline__ float inverse_of(const PairWalk& walk, float mask_scale) const {
+    constexpr float kOfZero = 1.7014118346e38f;  // 2^127
+    if (!walk.exists()) return kOfZero;
+    const float factor = load_mask(p.mask, walk.offset(p.mask)) * mask_scale;
+    const float inverse = 1.0f / factor;
+    return fabsf(inverse) > kOfZero ? copysignf(kOfZero, factor) : inverse;
+  }
+
+  // For masks that exceed what the planes have room for; the first block tells the way back.
+  __device__ __forceinline__ float scale_mask(int thread) const {
+    int exponent = 0;
+    if (p.needs_largest) exponent = mask_exponent(floats(p.packed.mask_largest), thread % 32);
+    if (blockIdx.x == 0) {
+      auto* undo = reinterpret_cast<float*>(p.workspace + p.packed.plane_undo);
+      const float* scale = floats(p.packed.plane_scale);
+      const int padded = p.packed.hidden_blocks * kPieceChannels;
+      for (int i = thread; i < 2 * padded; i += kProducers) {
+        undo[i] = two_to(-exponent) / scale[i];
+      }
+    }
+    return two_to(exponent);
+  }
+
+  // Of the piece (128 lines) and its half, which a warpgroup multiplies.
+  __device__ __forceinline__ Channel channel_of(int piece, int half, int thread) const {
+    const int block = piece < p.blocks ? p.first_block + piece
+                                       : p.packed.hidden_blocks + p.first_block + piece - p.blocks;
+    const int gate = block * kProjectLines + half * kLines + thread / 32 % 4 * 16 + thread % 32 / 4;
+    const int projection = gate + 8;
+    constexpr float kLog2E = 1.44269504f;
+    float plane_scale = 1.0f;
+    if (is_scaled(mode)) {
+      plane_scale = floats(p.packed.plane_scale)[block * kPieceChannels + half * (kLines / 2) +
+                                                 thread / 32 % 4 * kWarpChannels + thread % 32 / 4];
+    }
+    Channel c;
+    c.gate_scale = -kLog2E * floats(p.packed.project_undo)[gate];
+    c.gate_bias = -kLog2E * floats(p.packed.project_bias)[gate];
+    c.scale = floats(p.packed.project_undo)[projection] * plane_scale;
+    c.bias = floats(p.packed.project_bias)[projection] * plane_scale;
+    return c;
+  }
+
+  __device__ __forceinline__ void consume(int thread) const {
+    sm80::griddepcontrol_wait();
+    const int group = thread / 128;
+    // Half pieces group, group + 4, ...: of a and b, or of both planes' first and second pieces.
+    static_assert(kBlocks == 2);
+    const Channel first = channel_of(group / 2, group % 2, thread);
+    const Channel second = p.blocks > 1 ? channel_of(group / 2 + 2, group % 2, thread) : first;
+    sm80::mbarrier_wait(&shared.loaded, 0);
+    RingSlot<kStages> slot;
+    RingSlot<kFactors> factor;
+    for (std::int64_t tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+      sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
+#pragma unroll 1
+      for (int i = 0; i < p.blocks; ++i) {
+        const int piece = (group + 4 * i) / 2, half = group % 2;
+        float total[kTiles][4];
+        multiply(total, piece, half, slot.stage);
+        if (i + 1 == p.blocks) arrivals.arrive(&shared.empty[slot.stage], thread);
+        const Channel channel = {i == 0 ? first.gate_scale : second.gate_scale,
+                                 i == 0 ? first.gate_bias : second.gate_bias,
+                                 i == 0 ? first.scale : second.scale,
+                                 i == 0 ? first.bias : second.bias};
+        turn(total, channel, factor.stage, thread);
+        store(piece, half, p.first_pair + tile * kRows, thread);
+      }
+      slot.advance();
+      factor.advance();
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&total)[kTiles][4], int piece, int half,
+                                           int stage) const {
+    const int blocks = p.packed.channel_blocks;
+    const unsigned char* weights =
+        shared.weights + piece * blocks * kPieceBytes + half * (kLines * kLineBytes);
+    const unsigned char* rows = shared.rows[stage];
+    sm90a::wgmma_begin();
+    const auto lines = sm90a::matrix_descriptor(sm80::shared_address(weights));
+    const auto pairs = sm90a::matrix_descriptor(sm80::shared_address(rows));
+    add_product<mode, false>(total, lines, pairs, true);
+    if (blocks > 1) {
+      add_product<mode, false>(total, lines + kPieceBytes / 16, pairs + kRows * kLineBytes / 16,
+                               false);
+    }
+    sm90a::wgmma_wait(total);
+  }
+
+  // Gates and mask; into the warp's shared memory, channel by channel.
+  __device__ __forceinline__ void turn(const float (&total)[kTiles][4], const Channel& c, int stage,
+                                       int thread) const {
+    const int lane = thread % 32;
+    unsigned char* line = shared.turned[thread / 32] + lane % 8 * kPlaneBytes;
+    const auto to = sm80::shared_address(line + ((lane / 8 ^ lane % 8) << 4));
+    const float* inverse = shared.inverse[stage] + lane % 4 * 2;
+    __syncwarp();  // the results before have been read
+#pragma unroll
+    for (int four = 0; four < kTiles; four += 4) {
+      std::uint32_t word[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const auto& sums = total[four + j];
+        const float2 f = *reinterpret_cast<const float2*>(inverse + (four + j) * 8);
+        word[j] =
+            pack_16<mode>(value_of(sums[0], sums[2], c, f.x), value_of(sums[1], sums[3], c, f.y));
+      }
+      sm90a::stmatrix_x4(to ^ four << 4, word);
+    }
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ float value_of(float gate, float projection, const Channel& c,
+                                                   float inverse) {
+    const float e = sm80::exp2_approx(fmaf(gate, c.gate_scale, c.gate_bias));
+    return fmaf(projection, c.scale, c.bias) * sm80::reciprocal_approx(fmaf(e, inverse, inverse));
+  }
+
+  // The warp's eight channels, eight pairs at a time.
+  __device__ __forceinline__ void store(int piece, int half, std::int64_t first, int thread) const {
+    constexpr int kEights = kRows / 8;
+    constexpr int kAtOnce = 32 / kEights;  // channels
+    const int lane = thread % 32;
+    const int eight = lane % kEights;
+    const int plane = piece >= p.blocks;
+    const int channel = (piece - plane * p.blocks) * kPieceChannels + half * (kLines / 2) +
+                        thread / 32 % 4 * kWarpChannels + lane / kEights;
+    const std::int64_t pairs = p.sizes.pairs();
+    const std::int64_t pair = first + eight * 8;
+    const int there = pair < pairs ? p.sizes.hidden - p.first_block * kPieceChannels - channel : 0;
+    std::uint16_t* to = p.plane[plane][0] + channel * pairs + pair;
+    const unsigned char* turned = shared.turned[thread / 32];
+#pragma unroll
+    for (int i = 0; i < kWarpChannels; i += kAtOnce) {
+      const int line = i + lane / kEights;
+      const uint4 word =
+          *reinterpret_cast<const uint4*>(turned + line * kPlaneBytes + ((eight ^ line) << 4));
+      if (i < there) sm80::store_global_16(to + i * pairs, word);
+    }
+  }
+};
+
+template <Mode mode>
+__global__ void __launch_bounds__(kResidentThreads, 1)
+    project_resident_kernel(const __grid_constant__ ProjectParams params) {
+  ProjectResident<mode>::run(params);
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels share that stay on a multiprocessor of Hopper, with all their weights in shared
+// memory, and take tile after tile of pairs: 16-bit operands, up to 128 channels. One warpgroup
+// brings the rows of the next tiles while four multiply and finish those of the present one.
+#pragma once
+
+#include <limits>
+#include <utility>
+
+#include "common/cuda/sm90a/split.cuh"
+#include "triangular_multiplicative_update/contract_sm90a.cuh"
+#include "triangular_multiplicative_update/tile.cuh"
+
+namespace fused_ops::triangular_multiplicative_update {
+
+constexpr int kResidentChannels = 128;  // at most
+constexpr int kProducers = 128;         // threads
+constexpr int kConsumers = 512;
+constexpr int kResidentThreads = kProducers + kConsumers;
+
+// A number of pairs as the planes have them, taken apart.
+struct PairSteps {
+  int batches, lines, columns;
+
+  __device__ __forceinline__ PairSteps(const Sizes& sizes, std::int64_t pairs) {
+    const std::int64_t all = pairs / sizes.pitch;
+    columns = static_cast<int>(pairs % sizes.pitch);
+    lines = static_cast<int>(all % sizes.n);
+    batches = static_cast<int>(all / sizes.n);
+  }
+};
+
+// A pair as the planes have it: additions where divisions would be.
+class PairWalk {
+ public:
+  __device__ __forceinline__ PairWalk(const Sizes& sizes, std::int64_t pair)
+      : sizes_(sizes), at_(sizes, pair) {}
+
+  __device__ __forceinline__ bool exists() const {
+    return at_.columns < static_cast<int>(sizes_.n) && at_.batches < static_cast<int>(sizes_.batch);
+  }
+
+  // Of the pair's first element in a tensor whose strides for lines and columns are i_stride and
+  // j_stride.
+  template <class Strides>  // Pairs, Mask
+  __device__ __forceinline__ std::int64_t offset(const Strides& strides) const {
+    return at_.batches * strides.batch_stride + at_.lines * strides.i_stride +
+           at_.columns * strides.j_stride;
+  }
+
+  __device__ __forceinline__ void advance(const PairSteps& by) {
+    at_.columns += by.columns;
+    at_.lines += by.lines;
+    at_.batches += by.batches;
+    if (at_.columns >= static_cast<int>(sizes_.pitch)) {
+      at_.columns -= static_cast<int>(sizes_.pitch);
+      ++at_.lines;
+    }
+    if (at_.lines >= static_cast<int>(sizes_.n)) {
+      at_.lines -= static_cast<int>(sizes_.n);
+      ++at_.batches;
+    }
+  }
+
+ private:
+  const Sizes& sizes_;
+  PairSteps at_;
+};
+
+// The producers' rows of tiles of kRows pairs, 16 bytes of 16-bit numbers or 32 of fp32 ones a
+// thread and pass, eight rows a pass, two of them a warp's. Loads run ahead of their use by kDepth
+// passes, into the next tile. Takes tensors that is_walkable() admits.
+template <Mode mode, int kRows, bool wide, int depth = wide ? 4 : 8>
+class RowStream {
+ public:
+  static constexpr int kPasses = kRows / 8;
+  static constexpr int kDepth = depth;
+  static constexpr int kTogether = depth < 4 ? depth : 4;  // passes, for their latencies
+  static_assert(kPasses % kDepth == 0 && kDepth % kTogether == 0);
+
+  __device__ __forceinline__ RowStream(const Pairs& pairs, const Sizes& sizes, int thread)
+      : pairs_(pairs),
+        channels_(sizes.channels),
+        row_(thread / 16),
+        channel_(thread % 16 * 8),
+        lane_(thread % 32) {}
+
+  // The row of a tile that a lane knows the place of: of pass l / 2.
+  static __device__ __forceinline__ int row_of_lane(int thread) {
+    return thread % 32 / 2 * 8 + thread / 32 * 2 + thread % 2;
+  }
+
+  // The first tile. `walk` is at the row of the lane.
+  __device__ __forceinline__ void start(const PairWalk& walk) {
+    next_ = place(walk);
+#pragma unroll
+    for (int pass = 0; pass < kDepth; ++pass) load(pass, pass, next_);
+  }
+
+  // The walk is at the row of the lane in the tile after the one that tile() takes now.
+  __device__ __forceinline__ void advance(const PairWalk& walk) {
+    now_ = next_;
+    next_ = place(walk);
+  }
+
+  // The next tile, into the operand; keep(row, channel, four words) sees what goes there.
+  template <class Keep>
+  __device__ __forceinline__ void tile(unsigned char* operand, bool normalises, float eps,
+                                       Keep keep) {
+#pragma unroll
+    for (int first = 0; first < kPasses; first += kTogether) {
+      float x[kTogether][8];
+      bool here[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        here[i] = take((first + i) % kDepth, x[i]);
+        const int ahead = first + i + kDepth;
+        load((first + i) % kDepth, ahead % kPasses, ahead < kPasses ? now_ : next_);
+      }
+      if (normalises) normalise(x, here, eps);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        std::uint32_t word[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          constexpr float kTimes = is_scaled(mode) ? 1 << kNormalisedExponent : 1;
+          word[k] = pack_16<mode>(x[i][2 * k] * kTimes, x[i][2 * k + 1] * kTimes);
+        }
+        if (channel_ < rounded_up(channels_, kInner)) {
+          const int row = (first + i) * 8 + row_;
+          unsigned char* to = operand + channel_ / kInner * (kRows * kLineBytes) +
+                              (first + i) * (8 * kLineBytes) +
+                              sm80::split_offset(row_, channel_ / 8 % 8);
+          *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+          keep(row, channel_, word);
+        }
+      }
+    }
+  }
+
+ private:
+  // In units of eight numbers; -1 where there is no such pair.
+  __device__ __forceinline__ int place(const PairWalk& walk) const {
+    return walk.exists() ? static_cast<int>(walk.offset(pairs_) / 8) : -1;
+  }
+
+  // Without a branch: what does not exist reads the first numbers.
+  __device__ __forceinline__ void load(int at, int pass, int places) {
+    const int place = __shfl_sync(0xffffffff, places, 2 * pass + lane_ / 16);
+    const bool here = place >= 0 && channel_ < channels_;
+    here_[at] = here;
+    const std::int64_t offset = here ? std::int64_t{place} + channel_ / 8 : 0;
+    const auto* from = static_cast<const uint4*>(pairs_.data) + offset * kWords;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) raw_[at][i] = from[i];
+  }
+
+  __device__ __forceinline__ bool take(int at, float (&x)[8]) const {
+    const bool here = here_[at];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const std::uint32_t word[4] = {raw_[at][i].x, raw_[at][i].y, raw_[at][i].z, raw_[at][i].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const std::uint32_t one = here ? word[k] : 0u;
+        if (wide) {
+          x[(i * 4 + k) % 8] = __uint_as_float(one);
+        } else {
+          const float2 two = unpack_16<mode>(one);
+          x[2 * k] = two.x, x[2 * k + 1] = two.y;
+        }
+      }
+    }
+    return here;
+  }
+
+  // To mean 0 and variance 1 over the channels, of 16 lanes.
+  __device__ __forceinline__ void normalise(float (&x)[kTogether][8], const bool (&here)[kTogether],
+                                            float eps) const {
+    const float inverse = 1.0f / static_cast<float>(channels_);
+    float sum[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum[i] += x[i][k];
+    }
+    over_row(sum);
+    float squares[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float mean = here[i] ? sum[i] * inverse : 0.0f;
+      squares[i] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        x[i][k] -= mean;
+        squares[i] = fmaf(x[i][k], x[i][k], squares[i]);
+      }
+    }
+    over_row(squares);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      // With eps = 0 a row of equal numbers is NaN, as in PyTorch; padding is not.
+      const float scale = here[i] ? rsqrtf(squares[i] * inverse + eps) : 0.0f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[i][k] *= scale;
+    }
+  }
+
+  static __device__ __forceinline__ void over_row(float (&x)[kTogether]) {
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) x[i] += __shfl_xor_sync(0xffffffff, x[i], offset);
+    }
+  }
+
+  static constexpr int kWords = wide ? 2 : 1;
+
+  const Pairs& pairs_;
+  int channels_;
+  int row_, channel_, lane_;
+  int now_ = -1, next_ = -1;
+  uint4 raw_[kDepth][kWords];
+  bool here_[kDepth];
+};
+
+// With lines and columns of the planes in the place of i and j; `turned`: those are (k, line) of
+// the tensor.
+template <class Strides>
+Strides in_planes(Strides strides, bool turned) {
+  if (turned) std::swap(strides.i_stride, strides.j_stride);
+  return strides;
+}
+
+// Whether RowStream takes the tensor: rows begin at multiples of 16 bytes and of eight numbers, and
+// 32 bits count the eights; fp32 or the mode's 16 bits.
+inline bool is_walkable(const Pairs& pairs, const Sizes& sizes, Mode mode) {
+  const std::int64_t strides = pairs.batch_stride | pairs.i_stride | pairs.j_stride;
+  const std::int64_t last =
+      (sizes.batch - 1) * pairs.batch_stride + (sizes.n - 1) * (pairs.i_stride + pairs.j_stride);
+  return (pairs.type == DType::kFloat32 || pairs.type == type_of(mode)) &&
+         reinterpret_cast<std::uintptr_t>(pairs.data) % 16 == 0 && strides % 8 == 0 &&
+         sizes.channels % 8 == 0 && last / 8 < std::numeric_limits<int>::max() - kMostChannels &&
+         pairs.batch_stride >= 0 && pairs.i_stride >= 0 && pairs.j_stride >= 0;
+}
+
+// One lane arrives for its warp, for speed. A race checker does not see that the others meet it
+// before; for its sake every thread can arrive.
+struct WarpArrivals {
+  bool every_thread;
+
+  __device__ __forceinline__ int of(int threads) const {
+    return every_thread ? threads : threads / 32;
+  }
+  __device__ __forceinline__ void arrive(std::uint64_t* barrier, int thread) const {
+    __syncwarp();
+    if (thread % 32 == 0 || every_thread) sm80::mbarrier_arrive(barrier);
+  }
+};
+
+// d (+)= a * b over 64 of the inner axis; distances of 16 of it in the descriptors' units.
+template <Mode mode, bool a_across, int kTiles>
+__device__ __forceinline__ void add_product(float (&d)[kTiles][4], sm90a::MatrixDescriptor a,
+                                            sm90a::MatrixDescriptor b, bool from_zero) {
+  constexpr int kNextA = a_across ? kLineBytes : 2, kNextB = 2;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (mode == Mode::kBFloat16) {
+      if (from_zero && k == 0) {
+        sm90a::wgmma_bf16_zero<a_across>(d, a, b);
+      } else {
+        sm90a::wgmma_bf16<a_across>(d, a + k * kNextA, b + k * kNextB);
+      }
+    } else {
+      if (from_zero && k == 0) {
+        sm90a::wgmma_f16_zero<a_across>(d, a, b);
+      } else {
+        sm90a::wgmma_f16<a_across>(d, a + k * kNextA, b + k * kNextB);
+      }
+    }
+  }
+}
+
+}  // namespace fused_ops::triangular_multiplicative_update
