@@ -93,6 +93,9 @@ struct PlaneTile {
   }
 };
 
+enum class Bringing { kCopies, kNarrow, kWide };  // rows of the pair representation: see below
+
+template <Bringing bringing>
 struct OutputResident {
   static constexpr Mode kMode = Mode::kBFloat16;
   static constexpr int kRows = PlaneTile::kRows;  // pairs of a tile
@@ -144,17 +147,11 @@ struct OutputResident {
     kernel.keep_vectors(thread);
     __syncthreads();
     if (thread < kProducers) {
-      sm90a::give_registers<Registers::kGivers>();
       if (thread == 0) kernel.load_weights();
-      if (params.pair.type == DType::kFloat32) {
-        kernel.template produce<FromRegisters<true>>(thread);
-      } else if (params.gate_normalized) {
-        kernel.template produce<FromRegisters<false>>(thread);
-      } else {
-        kernel.template produce<FromCopies>(thread);
-      }
+      using Pairs = std::conditional_t<bringing == Bringing::kCopies, FromCopies,
+                                       FromRegisters<bringing == Bringing::kWide>>;
+      kernel.template produce<Pairs>(thread);
     } else {
-      sm90a::take_registers<Registers::kTakers>();
       kernel.consume(thread - kProducers);
     }
   }
@@ -318,24 +315,14 @@ struct OutputResident {
     const auto matrix = [](const unsigned char* lines) {
       return sm90a::matrix_descriptor(sm80::shared_address(lines));
     };
-    const auto o_matrix = sm90a::matrix_descriptor_across(sm80::shared_address(shared.o[stage]), 0);
-    const auto out = matrix(shared.out + piece * p.packed.hidden_blocks * kPieceBytes);
-    sm90a::wgmma_begin();
-    add_product<kMode, true>(projected, o_matrix, out, true);
-    if (p.packed.hidden_blocks > 1) {
-      add_product<kMode, true>(projected, o_matrix + kInner * kLineBytes / 16,
-                               out + kPieceBytes / 16, false);
-    }
-    sm90a::wgmma_wait(projected);
-    const auto pair = matrix(shared.pair[stage]);
-    const auto weights = matrix(shared.gate + piece * p.packed.channel_blocks * kPieceBytes);
-    sm90a::wgmma_begin();
-    add_product<kMode, false>(gate, pair, weights, true);
-    if (p.packed.channel_blocks > 1) {
-      add_product<kMode, false>(gate, pair + kRows * kLineBytes / 16, weights + kPieceBytes / 16,
-                                false);
-    }
-    sm90a::wgmma_wait(gate);
+    multiply_blocks<kMode, true>(
+        projected, sm90a::matrix_descriptor_across(sm80::shared_address(shared.o[stage]), 0),
+        kInner * kLineBytes, matrix(shared.out + piece * p.packed.hidden_blocks * kPieceBytes),
+        kPieceBytes, p.packed.hidden_blocks);
+    multiply_blocks<kMode, false>(
+        gate, matrix(shared.pair[stage]), kRows * kLineBytes,
+        matrix(shared.gate + piece * p.packed.channel_blocks * kPieceBytes), kPieceBytes,
+        p.packed.channel_blocks);
   }
 
   // LayerNorm, biases, gate of column tiles `begin` on; into the warp's shared memory.
@@ -406,9 +393,10 @@ struct OutputResident {
   }
 };
 
+template <Bringing bringing>
 __global__ void __launch_bounds__(kResidentThreads, 1)
     output_resident_kernel(const __grid_constant__ OutputParams params) {
-  OutputResident::run(params);
+  OutputResident<bringing>::run(params);
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -12,7 +12,8 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
-template <Mode mode>
+// `wide`: the pair representation is fp32, else of the mode's 16 bits.
+template <Mode mode, bool wide>
 struct ProjectResident {
   static constexpr int kRows = 128;  // pairs of a tile
   static constexpr int kTiles = kRows / 8;
@@ -60,14 +61,8 @@ struct ProjectResident {
     }
     __syncthreads();
     if (thread < kProducers) {
-      sm90a::give_registers<Registers::kGivers>();
-      if (params.pair.type == DType::kFloat32) {
-        kernel.template produce<true>(thread);
-      } else {
-        kernel.template produce<false>(thread);
-      }
+      kernel.produce(thread);
     } else {
-      sm90a::take_registers<Registers::kTakers>();
       kernel.consume(thread - kProducers);
     }
   }
@@ -77,7 +72,6 @@ struct ProjectResident {
     return reinterpret_cast<const float*>(p.workspace + offset);
   }
 
-  template <bool wide>
   __device__ __forceinline__ void produce(int thread) const {
     using Rows = RowStream<mode, kRows, wide>;
     const std::int64_t first = p.first_pair + std::int64_t{blockIdx.x} * kRows;
@@ -197,16 +191,10 @@ struct ProjectResident {
     const int blocks = p.packed.channel_blocks;
     const unsigned char* weights =
         shared.weights + piece * blocks * kPieceBytes + half * (kLines * kLineBytes);
-    const unsigned char* rows = shared.rows[stage];
-    sm90a::wgmma_begin();
-    const auto lines = sm90a::matrix_descriptor(sm80::shared_address(weights));
-    const auto pairs = sm90a::matrix_descriptor(sm80::shared_address(rows));
-    add_product<mode, false>(total, lines, pairs, true);
-    if (blocks > 1) {
-      add_product<mode, false>(total, lines + kPieceBytes / 16, pairs + kRows * kLineBytes / 16,
-                               false);
-    }
-    sm90a::wgmma_wait(total);
+    multiply_blocks<mode, false>(total, sm90a::matrix_descriptor(sm80::shared_address(weights)),
+                                 kPieceBytes,
+                                 sm90a::matrix_descriptor(sm80::shared_address(shared.rows[stage])),
+                                 kRows * kLineBytes, blocks);
   }
 
   // Gates and mask; into the warp's shared memory, channel by channel.
@@ -262,10 +250,10 @@ struct ProjectResident {
   }
 };
 
-template <Mode mode>
+template <Mode mode, bool wide>
 __global__ void __launch_bounds__(kResidentThreads, 1)
     project_resident_kernel(const __grid_constant__ ProjectParams params) {
-  ProjectResident<mode>::run(params);
+  ProjectResident<mode, wide>::run(params);
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

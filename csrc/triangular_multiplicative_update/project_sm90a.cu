@@ -27,14 +27,14 @@ void launch_backward(Mode mode, const ProjectParams& params, CUstream_st* stream
   });
 }
 
-template <Mode mode>
+template <Mode mode, bool wide>
 void launch_resident(ProjectParams params, CUstream_st* stream) {
-  using Kernel = ProjectResident<mode>;
+  using Kernel = ProjectResident<mode, wide>;
   params.pair = in_planes(params.pair, params.turned);
   params.mask = in_planes(params.mask, params.turned);
   if (params.count == 0) return;
   const std::int64_t tiles = ceil_div(params.count, Kernel::kRows);
-  launch_dependent<project_resident_kernel<mode>>(
+  launch_dependent<project_resident_kernel<mode, wide>>(
       "triangular_multiplicative_update: launching project_sm90a",
       static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors())), kResidentThreads,
       sizeof(typename Kernel::Shared), stream, params);
@@ -47,13 +47,16 @@ void project_sm90a(const ProjectProblem& problem, CUstream_st* stream) {
     return project_sm80(problem, stream);
   }
   const ProjectParams params = params_of(problem);
+  const bool wide = problem.pair.type == DType::kFloat32;
   switch (problem.mode) {
     case Mode::kBFloat16:
-      return launch_resident<Mode::kBFloat16>(params, stream);
+      return wide ? launch_resident<Mode::kBFloat16, true>(params, stream)
+                  : launch_resident<Mode::kBFloat16, false>(params, stream);
     case Mode::kFloat16:
-      return launch_resident<Mode::kFloat16>(params, stream);
+      return wide ? launch_resident<Mode::kFloat16, true>(params, stream)
+                  : launch_resident<Mode::kFloat16, false>(params, stream);
     case Mode::kTf32:
-      return launch_resident<Mode::kTf32>(params, stream);
+      return launch_resident<Mode::kTf32, true>(params, stream);
     case Mode::kSplit:
       return launch_split(params, stream);
   }

@@ -75,7 +75,7 @@ class RowStream {
  public:
   static constexpr int kPasses = kRows / 8;
   static constexpr int kDepth = depth;
-  static constexpr int kTogether = depth < 4 ? depth : 4;  // passes, for their latencies
+  static constexpr int kTogether = depth < 2 ? depth : 2;  // passes, for their latencies
   static_assert(kPasses % kDepth == 0 && kDepth % kTogether == 0);
 
   __device__ __forceinline__ RowStream(const Pairs& pairs, const Sizes& sizes, int thread)
@@ -107,33 +107,22 @@ class RowStream {
   template <class Keep>
   __device__ __forceinline__ void tile(unsigned char* operand, bool normalises, float eps,
                                        Keep keep) {
+#pragma unroll 1
+    for (int first = 0; first < kPasses; first += kDepth) {
+      const bool last = first + kDepth == kPasses;
+      const int places = last ? next_ : now_, ahead = last ? 0 : first + kDepth;
 #pragma unroll
-    for (int first = 0; first < kPasses; first += kTogether) {
-      float x[kTogether][8];
-      bool here[kTogether];
+      for (int begin = 0; begin < kDepth; begin += kTogether) {
+        float x[kTogether][8];
+        bool here[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        here[i] = take((first + i) % kDepth, x[i]);
-        const int ahead = first + i + kDepth;
-        load((first + i) % kDepth, ahead % kPasses, ahead < kPasses ? now_ : next_);
-      }
-      if (normalises) normalise(x, here, eps);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        std::uint32_t word[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          constexpr float kTimes = is_scaled(mode) ? 1 << kNormalisedExponent : 1;
-          word[k] = pack_16<mode>(x[i][2 * k] * kTimes, x[i][2 * k + 1] * kTimes);
+        for (int i = 0; i < kTogether; ++i) {
+          here[i] = take(begin + i, x[i]);
+          load(begin + i, ahead + begin + i, places);
         }
-        if (channel_ < rounded_up(channels_, kInner)) {
-          const int row = (first + i) * 8 + row_;
-          unsigned char* to = operand + channel_ / kInner * (kRows * kLineBytes) +
-                              (first + i) * (8 * kLineBytes) +
-                              sm80::split_offset(row_, channel_ / 8 % 8);
-          *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-          keep(row, channel_, word);
-        }
+        if (normalises) normalise(x, here, eps);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) store(operand, first + begin + i, x[i], keep);
       }
     }
   }
@@ -153,6 +142,23 @@ class RowStream {
     const auto* from = static_cast<const uint4*>(pairs_.data) + offset * kWords;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) raw_[at][i] = from[i];
+  }
+
+  // Rows of a pass lie as those of every other, eight lines further: pieces have the same order.
+  template <class Keep>
+  __device__ __forceinline__ void store(unsigned char* operand, int pass, const float (&x)[8],
+                                        Keep keep) const {
+    constexpr float kTimes = is_scaled(mode) ? 1 << kNormalisedExponent : 1;
+    std::uint32_t word[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      word[k] = pack_16<mode>(x[2 * k] * kTimes, x[2 * k + 1] * kTimes);
+    }
+    if (channel_ >= rounded_up(channels_, kInner)) return;
+    unsigned char* to = operand + channel_ / kInner * (kRows * kLineBytes) +
+                        pass * (8 * kLineBytes) + sm80::split_offset(row_, channel_ / 8 % 8);
+    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    keep(pass * 8 + row_, channel_, word);
   }
 
   __device__ __forceinline__ bool take(int at, float (&x)[8]) const {
@@ -259,26 +265,42 @@ struct WarpArrivals {
   }
 };
 
-// d (+)= a * b over 64 of the inner axis; distances of 16 of it in the descriptors' units.
+// d = a * b over one block or two of 64 of the inner axis; the distances of blocks are in bytes.
+// Returns when the product is there.
 template <Mode mode, bool a_across, int kTiles>
-__device__ __forceinline__ void add_product(float (&d)[kTiles][4], sm90a::MatrixDescriptor a,
-                                            sm90a::MatrixDescriptor b, bool from_zero) {
-  constexpr int kNextA = a_across ? kLineBytes : 2, kNextB = 2;
+__device__ __forceinline__ void multiply_blocks(float (&d)[kTiles][4], sm90a::MatrixDescriptor a,
+                                                int a_block, sm90a::MatrixDescriptor b, int b_block,
+                                                int blocks) {
+  constexpr int kNextA = a_across ? kLineBytes : 2, kNextB = 2;  // in units of 16 bytes
+  const auto add = [&](sm90a::MatrixDescriptor a, sm90a::MatrixDescriptor b, bool zero) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if constexpr (mode == Mode::kBFloat16) {
-      if (from_zero && k == 0) {
-        sm90a::wgmma_bf16_zero<a_across>(d, a, b);
+    for (int k = 0; k < 4; ++k) {
+      const auto left = a + k * kNextA, right = b + k * kNextB;
+      if constexpr (mode == Mode::kBFloat16) {
+        if (zero && k == 0) {
+          sm90a::wgmma_bf16_zero<a_across>(d, left, right);
+        } else {
+          sm90a::wgmma_bf16<a_across>(d, left, right);
+        }
       } else {
-        sm90a::wgmma_bf16<a_across>(d, a + k * kNextA, b + k * kNextB);
-      }
-    } else {
-      if (from_zero && k == 0) {
-        sm90a::wgmma_f16_zero<a_across>(d, a, b);
-      } else {
-        sm90a::wgmma_f16<a_across>(d, a + k * kNextA, b + k * kNextB);
+        if (zero && k == 0) {
+          sm90a::wgmma_f16_zero<a_across>(d, left, right);
+        } else {
+          sm90a::wgmma_f16<a_across>(d, left, right);
+        }
       }
     }
+  };
+  // No branch within a product: the compiler would have to be told again whose registers are whose.
+  if (blocks == 1) {
+    sm90a::wgmma_begin();
+    add(a, b, true);
+    sm90a::wgmma_wait(d);
+  } else {
+    sm90a::wgmma_begin();
+    add(a, b, true);
+    add(a + (a_block >> 4), b + (b_block >> 4), false);
+    sm90a::wgmma_wait(d);
   }
 }
 
