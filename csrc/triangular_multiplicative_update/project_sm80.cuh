@@ -9,6 +9,7 @@
 #pragma once
 
 #include "triangular_multiplicative_update/large.h"
+#include "triangular_multiplicative_update/plane_grad.cuh"
 #include "triangular_multiplicative_update/results.cuh"
 #include "triangular_multiplicative_update/tile.cuh"
 
@@ -347,23 +348,10 @@ struct Project {
   // Backward -------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void copy_plane_grad(int piece) {
-    constexpr int kPer16 = 16 / kPlaneBytes;
-    constexpr int kCopies = kRows / kPer16;
-    const auto* from = static_cast<const unsigned char*>(p.plane_grad[piece >= p.blocks]);
-    const std::int64_t pairs = p.sizes.pairs();
-#pragma unroll
-    for (int at = 0; at < kPieceChannels * kCopies; at += kThreads) {
-      const int channel = (at + thread) / kCopies, copy = (at + thread) % kCopies;
-      const int row = copy * kPer16;
-      const int existing = shared.existing[row / 8] - row % 8;
-      const int c = (piece >= p.blocks ? piece - p.blocks : piece) * kPieceChannels + channel;
-      const bool here = c < p.sizes.hidden && existing > 0;
-      const int bytes = here ? (existing < kPer16 ? existing : kPer16) * kPlaneBytes : 0;
-      const std::int64_t offset = here ? (c * pairs + first + row) * kPlaneBytes : 0;
-      sm80::cp_async_16(shared.turned + (channel * kBackwardPitch + row) * kPlaneBytes,
-                        from + offset, bytes);
-    }
-    sm80::cp_async_commit();
+    const int plane = piece >= p.blocks;
+    PlaneGradCopies<kRows, kPlaneBytes, kBackwardPitch>::copy(
+        shared.turned, p.plane_grad[plane], p.sizes, (piece - plane * p.blocks) * kPieceChannels,
+        first, shared.existing, thread);
   }
 
   __device__ __forceinline__ float plane_grad(int channel, int row) const {
