@@ -38,18 +38,22 @@ class BulkRing {
     for (int i = 0; i < kStages - 1; ++i) copy();
   }
 
-  __device__ __forceinline__ const unsigned char* next() const {
+  // With two places the piece after the next one takes the place of the one before, and is asked
+  // for here, to come while the next one is multiplied: this warp has given that place back, and
+  // the others have, or soon will.
+  __device__ __forceinline__ const unsigned char* next() {
+    if (kStages == 2 && thread_ == 0) copy();
     sm80::mbarrier_wait(&storage_.full[out_.stage], out_.round);
     return storage_.pieces[out_.stage];
   }
 
-  // The piece has been read. Asks for the one that takes the place of the one before it, which the
-  // others have read by now, or soon.
+  // The piece has been read. With more than two places, asks for the one that takes the place of
+  // the one before it, which the others have read by now, or soon.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (every_ || thread_ % 32 == 0) sm80::mbarrier_arrive(&storage_.empty[out_.stage]);
     out_.advance();
-    if (thread_ == 0) copy();
+    if (kStages > 2 && thread_ == 0) copy();
   }
 
  private:
