@@ -315,6 +315,20 @@ def test_max_nan():
     assert larger[1].signbit() == larger[7].signbit() == torch.tensor(False)  # max(+0, -0)
 
 
+def test_approximations_flush_subnormal_numbers():
+    inf = math.inf
+    x = torch.tensor(
+        [2.0**127, -(2.0**127), 2.0**126, 1e-40, -1e-40, 0.0, -inf, 3.0, -126.0, -127.0]
+    )
+    got = driver("instructions").run("approx", {"x": x})
+    reciprocal = [0.0, -0.0, 2.0**-126, inf, -inf, inf, -0.0, 1 / 3, -1 / 126, -1 / 127]
+    power = [inf, 0.0, inf, 1.0, 1.0, 1.0, 0.0, 8.0, 2.0**-126, 0.0]
+    for name, exact in (("reciprocal", reciprocal), ("power", power)):
+        exact = torch.tensor(exact)
+        torch.testing.assert_close(got[name], exact, rtol=3e-7, atol=0)
+        assert torch.equal(got[name].signbit(), exact.signbit())
+
+
 def test_copies_fill_up_with_zeros():
     source = torch.randint(1, 256, (17, 16), dtype=torch.uint8)
     copied = driver("instructions").run("copy", {"from": source})

@@ -27,7 +27,7 @@ struct SplitForwardSpecialised {
                                                  int thread) {
     const Copies copies{shared, params, thread};
     SplitStream a_at(params), at(params);
-    Slot<kStages> a_slot, slot;
+    sm80::RingSlot<kStages> a_slot, slot;
     copies.find_rows(a_at);
     sm80::named_barrier<1, kProducers>();
     const auto copy_next_a = [&] {
@@ -50,7 +50,7 @@ struct SplitForwardSpecialised {
       if (thread == 0) copy_b(shared, params, at, slot.stage);
       copies.split_a(slot.stage, slot.stage);
       Warps::publish();
-      warp_arrives(params, &shared.full[slot.stage], thread);
+      sm80::warp_arrives(&shared.full[slot.stage], thread, params.every_thread_arrives);
       slot.advance();
       at.advance(params);
     }
@@ -82,11 +82,12 @@ struct SplitForwardSpecialised {
     const Results results{shared, params, Warps{thread}};
     typename Results::Product product;
     product.clear();
-    Slot<kStages> slot;
+    sm80::RingSlot<kStages> slot;
     for (SplitStream at(params); at.row_tile < params.row_tiles; at.advance(params)) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
-      results.multiply(product, slot.stage,
-                       [&] { warp_arrives(params, &shared.empty[slot.stage], thread); });
+      results.multiply(product, slot.stage, [&] {
+        sm80::warp_arrives(&shared.empty[slot.stage], thread, params.every_thread_arrives);
+      });
       slot.advance();
       if (at.chunk == static_cast<int>(params.prepared.chunks) - 1) {
         results.store(product, at);
@@ -99,8 +100,10 @@ struct SplitForwardSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers) + 1);
-      sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
+      sm80::mbarrier_init(&shared.full[thread],
+                          sm80::arrivals(kProducers, params.every_thread_arrives) + 1);
+      sm80::mbarrier_init(&shared.empty[thread],
+                          sm80::arrivals(kConsumers, params.every_thread_arrives));
       sm90a::fence_async();
     }
     __syncthreads();

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "common/launch.h"
+#include "common/race_checker.h"
 #include "tensor_matmul/split_reduce.cuh"
 #include "tensor_matmul/split_tile.cuh"
 
@@ -13,12 +13,6 @@ namespace fused_ops::tensor_matmul {
 
 inline bool aligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
-}
-
-// Set for compute-sanitizer's racecheck; see warp_arrives().
-inline bool every_thread_arrives() {
-  static const bool wanted = std::getenv("FUSED_OPS_RACECHECK") != nullptr;
-  return wanted;
 }
 
 // Whether 16 bytes of A can be read at a time, along the inner axis.

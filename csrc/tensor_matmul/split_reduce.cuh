@@ -219,7 +219,7 @@ struct SplitReduceProducer {
               p.g + first_row * p.g_rows.stride[0] + first_column + lane * 4};
     copy(first_chunk, 0, &next);
     sm80::cp_async_commit();
-    Slot<Shared::kStages> slot;
+    sm80::RingSlot<Shared::kStages> slot;
 #pragma unroll 1
     for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
       const int stage = slot.stage;
@@ -241,7 +241,7 @@ struct SplitReduceProducer {
                       shared.undo_g[stage], first);
       }
       Warps::publish();
-      warp_arrives(params, &shared.full[stage], lane);
+      sm80::warp_arrives(&shared.full[stage], lane, params.every_thread_arrives);
       slot.advance();
     }
     sm80::cp_async_wait<0>();
@@ -287,8 +287,10 @@ struct SplitReduce {
     const ReduceProblem& p = params.problem;
     const int thread = thread_index();
     if (thread < Shared::kStages) {
-      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers));
-      sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
+      sm80::mbarrier_init(&shared.full[thread],
+                          sm80::arrivals(kProducers, params.every_thread_arrives));
+      sm80::mbarrier_init(&shared.empty[thread],
+                          sm80::arrivals(kConsumers, params.every_thread_arrives));
     }
     __syncthreads();
     const int tiles = params.line_tiles * params.column_tiles;
@@ -314,13 +316,13 @@ struct SplitReduce {
     const int lane = thread % 32;
     Product product;
     product.clear();
-    Slot<Shared::kStages> slot;
+    sm80::RingSlot<Shared::kStages> slot;
     for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
       const int stage = slot.stage;
       sm80::mbarrier_wait(&shared.full[stage], slot.round);
-      warps.template multiply<true>(product, shared.a[stage], shared.undo_a[stage], shared.g[stage],
-                                    shared.undo_g[stage],
-                                    [&] { warp_arrives(params, &shared.empty[stage], lane); });
+      warps.template multiply<true>(
+          product, shared.a[stage], shared.undo_a[stage], shared.g[stage], shared.undo_g[stage],
+          [&] { sm80::warp_arrives(&shared.empty[stage], lane, params.every_thread_arrives); });
       slot.advance();
     }
     float* out = params.partial + static_cast<std::int64_t>(slab) * p.lines * p.columns;

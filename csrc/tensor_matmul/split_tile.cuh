@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/cuda/sm80/ring.cuh"
 #include "common/cuda/sm80/split.cuh"
 #include "tensor_matmul/row_axes.cuh"
 #include "tensor_matmul/split.h"
@@ -63,34 +64,6 @@ struct SplitStream {
     }
   }
 };
-
-// A stage of a ring and the number of times that the ring came round, modulo 2.
-template <int kStages>
-struct Slot {
-  int stage = 0;
-  int round = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      round ^= 1;
-    }
-  }
-};
-
-// How a warp arrives at a barrier of the ring: its lanes meet, then one of them arrives for all. A
-// race checker does not see that the meeting orders the others' accesses as well; for its sake each
-// thread can arrive by itself, which costs a tenth of the time.
-template <class Params>
-__device__ __forceinline__ int arrivals(const Params& params, int threads) {
-  return params.every_thread_arrives ? threads : threads / 32;
-}
-
-template <class Params>
-__device__ __forceinline__ void warp_arrives(const Params& params, std::uint64_t* barrier,
-                                             int thread) {
-  __syncwarp();
-  if (thread % 32 == 0 || params.every_thread_arrives) sm80::mbarrier_arrive(barrier);
-}
 
 // Stores a warp's results at (first_row, first_column) of a contiguous (rows, columns) matrix, as
 // far as they lie inside. Returns whether all of this thread's are finite. `fours`: four columns

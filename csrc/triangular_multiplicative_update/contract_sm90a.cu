@@ -2,21 +2,15 @@
 #include "triangular_multiplicative_update/contract_sm90a.cuh"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "common/launch.h"
+#include "common/race_checker.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
 
 constexpr int kWide = 256;
 constexpr int kNarrow = 128;
-
-// Set for compute-sanitizer's racecheck; see warp_arrives().
-bool every_thread_arrives() {
-  static const bool wanted = std::getenv("FUSED_OPS_RACECHECK") != nullptr;
-  return wanted;
-}
 
 template <Layout a_layout, Layout b_layout, int kColumns>
 void launch_columns(const ContractProblem& problem, CUstream_st* stream) {

@@ -6,24 +6,12 @@
 
 #include <cstdint>
 
+#include "common/cuda/sm80/ring.cuh"
 #include "common/cuda/sm90a/split.cuh"
 #include "triangular_multiplicative_update/contract_operand_sm80.cuh"
 #include "triangular_multiplicative_update/contract_tile.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
-
-// A stage of the ring and the number of times that the ring came round, modulo 2.
-template <int kStages>
-struct RingSlot {
-  int stage = 0;
-  int round = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      round ^= 1;
-    }
-  }
-};
 
 // The tiles of a block. They rotate with each round, so that a block does not always meet the same
 // tile of a matrix: the last ones of a line may have fewer columns.
@@ -77,26 +65,15 @@ struct ContractSpecialised {
     std::uint64_t empty[kStages];  // they may be written
   };
 
-  // One lane arrives for its warp, for speed. A race checker does not see that the others meet it
-  // before; for its sake every thread can arrive.
-  static __device__ __forceinline__ int arrivals(const ContractParams& params, int threads) {
-    return params.every_thread_arrives ? threads : threads / 32;
-  }
-  static __device__ __forceinline__ void warp_arrives(const ContractParams& params,
-                                                      std::uint64_t* barrier, int thread) {
-    __syncwarp();
-    if (thread % 32 == 0 || params.every_thread_arrives) sm80::mbarrier_arrive(barrier);
-  }
-
   static __device__ __forceinline__ void produce(Shared& shared, const ContractParams& params,
                                                  int thread) {
     constexpr int kLag = 2;  // so many chunks later a chunk has come
     static_assert(kLag < kStages - 1);
     const Sizes& sizes = params.problem.sizes;
-    RingSlot<kStages> slot, come;
+    sm80::RingSlot<kStages> slot, come;
     const auto publish = [&] {
       sm90a::fence_async();
-      warp_arrives(params, &shared.full[come.stage], thread);
+      sm80::warp_arrives(&shared.full[come.stage], thread, params.every_thread_arrives);
       come.advance();
     };
     int under_way = 0;
@@ -163,7 +140,7 @@ struct ContractSpecialised {
   static __device__ __forceinline__ void consume(Shared& shared, const ContractParams& params,
                                                  int thread) {
     const std::int64_t n = params.problem.sizes.n;
-    RingSlot<kStages> slot;
+    sm80::RingSlot<kStages> slot;
     for (TileStream at; at.tile() < params.end_tile; at.advance()) {
       const TilePlace place(params, at.tile());
       const int columns =
@@ -172,8 +149,9 @@ struct ContractSpecialised {
       product.clear();
       for (int chunk = 0; chunk < params.chunks; ++chunk) {
         sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
-        multiply(product, shared.a[slot.stage], shared.b[slot.stage], thread / 128, columns,
-                 [&] { warp_arrives(params, &shared.empty[slot.stage], thread); });
+        multiply(product, shared.a[slot.stage], shared.b[slot.stage], thread / 128, columns, [&] {
+          sm80::warp_arrives(&shared.empty[slot.stage], thread, params.every_thread_arrives);
+        });
         slot.advance();
       }
       store_tile<kRows, kColumns>(product, params.problem, place, thread / 32 * 16, 0, thread % 32);
@@ -184,8 +162,10 @@ struct ContractSpecialised {
     auto& shared = shared_memory<Shared>();
     const int thread = thread_index();
     if (thread < kStages) {
-      sm80::mbarrier_init(&shared.full[thread], arrivals(params, kProducers));
-      sm80::mbarrier_init(&shared.empty[thread], arrivals(params, kConsumers));
+      sm80::mbarrier_init(&shared.full[thread],
+                          sm80::arrivals(kProducers, params.every_thread_arrives));
+      sm80::mbarrier_init(&shared.empty[thread],
+                          sm80::arrivals(kConsumers, params.every_thread_arrives));
       sm90a::fence_async();
     }
     __syncthreads();

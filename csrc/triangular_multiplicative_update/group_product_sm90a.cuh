@@ -3,6 +3,7 @@
 // wgmma, which reads both operands from shared memory as they lie there.
 #pragma once
 
+#include "common/cuda/sm80/ring.cuh"
 #include "common/cuda/sm90a/split.cuh"
 #include "triangular_multiplicative_update/tile.cuh"
 
@@ -19,14 +20,14 @@ class BulkRing {
     std::uint64_t empty[kStages];  // all warps have read it
   };
 
-  // `every_thread_arrives`: for a race checker, which does not see that one lane can for its warp.
+  // `every_thread_arrives`: for a race checker, see warp_arrives().
   __device__ __forceinline__ BulkRing(Storage& storage, const Source& source, int thread,
                                       bool every_thread_arrives)
       : storage_(storage), source_(source), thread_(thread), every_(every_thread_arrives) {
     if (thread == 0) {
       for (int i = 0; i < kStages; ++i) {
         sm80::mbarrier_init(&storage.full[i], 1);
-        sm80::mbarrier_init(&storage.empty[i], every_thread_arrives ? kThreads : kWarps);
+        sm80::mbarrier_init(&storage.empty[i], sm80::arrivals(kThreads, every_thread_arrives));
       }
       sm90a::fence_async();
     }
@@ -38,32 +39,24 @@ class BulkRing {
     for (int i = 0; i < kStages - 1; ++i) copy();
   }
 
-  __device__ __forceinline__ const unsigned char* next() const {
+  // With two places the piece after the next one takes the place of the one before, and is asked
+  // for here, to come while the next one is multiplied: this warp has given that place back, and
+  // the others have, or soon will.
+  __device__ __forceinline__ const unsigned char* next() {
+    if (kStages == 2 && thread_ == 0) copy();
     sm80::mbarrier_wait(&storage_.full[out_.stage], out_.round);
     return storage_.pieces[out_.stage];
   }
 
-  // The piece has been read. Asks for the one that takes the place of the one before it, which the
-  // others have read by now, or soon.
+  // The piece has been read. With more than two places, asks for the one that takes the place of
+  // the one before it, which the others have read by now, or soon.
   __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (every_ || thread_ % 32 == 0) sm80::mbarrier_arrive(&storage_.empty[out_.stage]);
+    sm80::warp_arrives(&storage_.empty[out_.stage], thread_, every_);
     out_.advance();
-    if (thread_ == 0) copy();
+    if (kStages > 2 && thread_ == 0) copy();
   }
 
  private:
-  struct Slot {
-    int stage = 0;
-    int round = 0;  // modulo 2
-    __device__ __forceinline__ void advance() {
-      if (++stage == kStages) {
-        stage = 0;
-        round ^= 1;
-      }
-    }
-  };
-
   __device__ __forceinline__ void copy() {
     const unsigned char* from = source_.take();
     if (!from) return;
@@ -77,7 +70,7 @@ class BulkRing {
   Source source_;
   int thread_;
   bool every_;
-  Slot in_, out_;
+  sm80::RingSlot<kStages> in_, out_;
 };
 
 template <Mode mode, int kRows, int kColumns>

@@ -198,7 +198,7 @@ struct Output {
     alignas(1024) typename Weights::Storage weights;
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
-    // Of the gate, then of the projection.
+    // Of the gate, times kGateScale; then of the projection.
     alignas(16) float line_undo[2][kKeeps && is_scaled(mode) ? Shape::kInnerMost : 1];
     alignas(16) float line_bias[2][kKeeps ? Shape::kInnerMost : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? 2 * kPieceChannels : 1];
@@ -365,6 +365,7 @@ struct Output {
                                [&](int r) { return p.gate_normalized ? undo(r) : shared.undo[r]; });
   }
 
+  // Those of the gate times kGateScale.
   struct Vectors {
     float2 gate_undo, gate_bias, undo, bias;
   };
@@ -372,24 +373,29 @@ struct Output {
   __device__ __forceinline__ void keep_vectors() {
     if (!kKeeps) return;
     for (int i = thread; i < p.packed.channel_blocks * kPieceChannels; i += kThreads) {
-      shared.line_bias[0][i] = floats(p.packed.gate_bias)[i];
+      shared.line_bias[0][i] = floats(p.packed.gate_bias)[i] * kGateScale<mode>;
       shared.line_bias[1][i] = floats(p.packed.out_bias)[i];
       if (!is_scaled(mode)) continue;
-      shared.line_undo[0][i] = floats(p.packed.gate_undo)[i];
+      shared.line_undo[0][i] = floats(p.packed.gate_undo)[i] * kGateScale<mode>;
       shared.line_undo[1][i] = floats(p.packed.out_undo)[i];
     }
   }
 
   __device__ __forceinline__ Vectors vectors_of(int channel) const {
-    const auto two = [&](const float* kept, std::int64_t offset) {
-      return *reinterpret_cast<const float2*>((kKeeps ? kept : floats(offset)) + channel);
+    const auto two = [&](const float* kept, std::int64_t offset, float times) {
+      if (kKeeps) return *reinterpret_cast<const float2*>(kept + channel);
+      const float2 stored = *reinterpret_cast<const float2*>(floats(offset) + channel);
+      return make_float2(stored.x * times, stored.y * times);
     };
     Vectors v;
-    v.gate_bias = two(shared.line_bias[0], p.packed.gate_bias);
-    v.bias = two(shared.line_bias[1], p.packed.out_bias);
+    v.gate_bias = two(shared.line_bias[0], p.packed.gate_bias, kGateScale<mode>);
+    v.bias = two(shared.line_bias[1], p.packed.out_bias, 1.0f);
     if (is_scaled(mode)) {
-      v.gate_undo = two(shared.line_undo[0], p.packed.gate_undo);
-      v.undo = two(shared.line_undo[1], p.packed.out_undo);
+      v.gate_undo = two(shared.line_undo[0], p.packed.gate_undo, kGateScale<mode>);
+      v.undo = two(shared.line_undo[1], p.packed.out_undo, 1.0f);
+    } else {
+      v.gate_undo = make_float2(kGateScale<mode>, kGateScale<mode>);
+      v.undo = make_float2(1.0f, 1.0f);
     }
     return v;
   }
@@ -434,13 +440,10 @@ struct Output {
           for (int x = 0; x < 2; ++x) {
             const int e = half * 2 + x;
             const auto pick = [x](const float2& two) { return x == 0 ? two.x : two.y; };
-            float a = gate.total[i][tile + j][e], b = projected.total[i][tile + j][e];
-            if (is_scaled(mode)) {
-              a = a * row_undo * pick(v[j].gate_undo);
-              b = b * pick(v[j].undo);
-            }
-            s[j][x] = sigmoid<mode>(a + pick(v[j].gate_bias));
-            r[j][x] = b + pick(v[j].bias);
+            const float a = gate.total[i][tile + j][e] * row_undo;
+            const float b = projected.total[i][tile + j][e];
+            s[j][x] = gate_sigmoid<mode>(fmaf(a, pick(v[j].gate_undo), pick(v[j].gate_bias)));
+            r[j][x] = fmaf(b, pick(v[j].undo), pick(v[j].bias));
           }
         }
         if constexpr (kBackward) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "triangular_multiplicative_update/large.h"
+#include "triangular_multiplicative_update/plane_grad.cuh"
 #include "triangular_multiplicative_update/results.cuh"
 #include "triangular_multiplicative_update/tile.cuh"
 
@@ -106,8 +107,9 @@ struct Project {
     unsigned char rows[kParts * kRows * Shape::kInnerMost * 2];
     alignas(1024) typename Weights::Storage weights;
     alignas(16) unsigned char turned[kTurnedBytes];
-    float factor[kRows];
+    float factor[kRows];      // of the mask; forward: inverse_factor() of it
     int existing[kRows / 8];  // of eight pairs, those that are not padding; -1: beyond the last
+    // Times times().
     alignas(16) float undo[kKeeps && is_scaled(mode) ? kVectors : 1];
     alignas(16) float bias[kKeeps ? kVectors : 1];
     float sums[kBackward ? kRowGroups : 1][kBackward ? kProjectLines : 1];
@@ -186,16 +188,18 @@ struct Project {
     if (kKeeps) {
       const int lines = 2 * p.packed.hidden_blocks * kProjectLines;
       for (int i = thread; i < lines; i += kThreads) {
-        shared.bias[i] = floats(p.packed.project_bias)[i];
-        if (is_scaled(mode)) shared.undo[i] = floats(p.packed.project_undo)[i];
+        const float scale = times(i, i / 8 % 2 == 0);
+        shared.bias[i] = floats(p.packed.project_bias)[i] * scale;
+        if (is_scaled(mode)) shared.undo[i] = floats(p.packed.project_undo)[i] * scale;
       }
     }
     float mask_scale = 1.0f;
     if (is_scaled(mode) && !kBackward) mask_scale = scale_mask();
     if (thread < kRows) {
       const Place place = places(thread);
-      const float factor = places.exists(place) ? mask_at(p.mask, p.sizes, place, p.turned) : 0.0f;
-      shared.factor[thread] = factor * mask_scale;
+      const float factor =
+          mask_scale * (places.exists(place) ? mask_at(p.mask, p.sizes, place, p.turned) : 0.0f);
+      shared.factor[thread] = kBackward ? factor : inverse_factor(factor);
     } else if (thread < kRows + kRows / 8) {
       const int eight = thread - kRows;
       const Place place = places(eight * 8);
@@ -220,7 +224,15 @@ struct Project {
     return two_to(exponent);
   }
 
-  // What a thread needs to know of its channels of a piece: those of column tile j.
+  // What the result of a line's linear is formed times: gates as gate_sigmoid() takes them,
+  // projections in the scale of their plane.
+  __device__ __forceinline__ float times(int line, bool is_gate) const {
+    if (is_gate) return kGateScale<mode>;
+    if (!is_scaled(mode) || kBackward) return 1.0f;
+    return floats(p.packed.plane_scale)[line / 16 * 8 + line % 8];
+  }
+
+  // What a thread needs to know of its channels of a piece: those of column tile j. Times times().
   struct Channels {
     float2 gate_undo[2], gate_bias[2], undo[2], bias[2];
   };
@@ -228,16 +240,22 @@ struct Project {
   __device__ __forceinline__ Channels channels_of(int piece, int quad) const {
     Channels c;
     const int line = block_of(piece) * kProjectLines + 2 * quad_channel(quad) + lane() % 4 * 2;
-    const auto two = [&](const float* kept, std::int64_t offset, int at) {
-      return *reinterpret_cast<const float2*>((kKeeps ? kept : floats(offset)) + at);
+    const auto two = [&](const float* kept, std::int64_t offset, int at, bool is_gate) {
+      if (kKeeps) return *reinterpret_cast<const float2*>(kept + at);
+      const float2 stored = *reinterpret_cast<const float2*>(floats(offset) + at);
+      return make_float2(stored.x * times(at, is_gate), stored.y * times(at + 1, is_gate));
     };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      c.gate_bias[j] = two(shared.bias, p.packed.project_bias, line + j * 16);
-      c.bias[j] = two(shared.bias, p.packed.project_bias, line + j * 16 + 8);
+      const int gate = line + j * 16, projection = gate + 8;
+      c.gate_bias[j] = two(shared.bias, p.packed.project_bias, gate, true);
+      c.bias[j] = two(shared.bias, p.packed.project_bias, projection, false);
       if (is_scaled(mode)) {
-        c.gate_undo[j] = two(shared.undo, p.packed.project_undo, line + j * 16);
-        c.undo[j] = two(shared.undo, p.packed.project_undo, line + j * 16 + 8);
+        c.gate_undo[j] = two(shared.undo, p.packed.project_undo, gate, true);
+        c.undo[j] = two(shared.undo, p.packed.project_undo, projection, false);
+      } else {
+        c.gate_undo[j] = make_float2(kGateScale<mode>, kGateScale<mode>);
+        c.undo[j] = make_float2(1.0f, 1.0f);
       }
     }
     return c;
@@ -245,8 +263,7 @@ struct Project {
 
   static __device__ __forceinline__ float finish(float sum, const float2& undo, const float2& bias,
                                                  int e) {
-    const float b = e % 2 == 0 ? bias.x : bias.y;
-    return is_scaled(mode) ? fmaf(sum, e % 2 == 0 ? undo.x : undo.y, b) : sum + b;
+    return e % 2 == 0 ? fmaf(sum, undo.x, bias.x) : fmaf(sum, undo.y, bias.y);
   }
 
   // Gates, mask; into shared memory, channel by channel.
@@ -262,13 +279,6 @@ struct Project {
     for (int quad = 0; quad < kQuads; ++quad) {
       const Channels c = channels_of(piece, quad);
       const int first_channel = quad_channel(quad) + 2 * (lane() % 4);
-      float2 scale[2];
-      if (is_scaled(mode)) {
-        const float* scales =
-            floats(p.packed.plane_scale) + block_of(piece) * kPieceChannels + first_channel;
-        scale[0] = *reinterpret_cast<const float2*>(scales);
-        scale[1] = *reinterpret_cast<const float2*>(scales + 8);
-      }
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -284,8 +294,7 @@ struct Project {
               const int e = half * 2 + x;
               const float gate = finish(gates[e], c.gate_undo[j], c.gate_bias[j], e);
               const float projected = finish(projections[e], c.undo[j], c.bias[j], e);
-              value[x] = projected * sigmoid<mode>(gate) * factor[i][half];
-              if (is_scaled(mode)) value[x] *= x == 0 ? scale[j].x : scale[j].y;
+              value[x] = projected * gate_sigmoid<mode>(gate, factor[i][half]);
             }
             const int channel = first_channel + j * 8 + g % 2;
             std::uint32_t hi, lo;
@@ -348,23 +357,10 @@ struct Project {
   // Backward -------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void copy_plane_grad(int piece) {
-    constexpr int kPer16 = 16 / kPlaneBytes;
-    constexpr int kCopies = kRows / kPer16;
-    const auto* from = static_cast<const unsigned char*>(p.plane_grad[piece >= p.blocks]);
-    const std::int64_t pairs = p.sizes.pairs();
-#pragma unroll
-    for (int at = 0; at < kPieceChannels * kCopies; at += kThreads) {
-      const int channel = (at + thread) / kCopies, copy = (at + thread) % kCopies;
-      const int row = copy * kPer16;
-      const int existing = shared.existing[row / 8] - row % 8;
-      const int c = (piece >= p.blocks ? piece - p.blocks : piece) * kPieceChannels + channel;
-      const bool here = c < p.sizes.hidden && existing > 0;
-      const int bytes = here ? (existing < kPer16 ? existing : kPer16) * kPlaneBytes : 0;
-      const std::int64_t offset = here ? (c * pairs + first + row) * kPlaneBytes : 0;
-      sm80::cp_async_16(shared.turned + (channel * kBackwardPitch + row) * kPlaneBytes,
-                        from + offset, bytes);
-    }
-    sm80::cp_async_commit();
+    const int plane = piece >= p.blocks;
+    PlaneGradCopies<kRows, kPlaneBytes, kBackwardPitch>::copy(
+        shared.turned, p.plane_grad[plane], p.sizes, (piece - plane * p.blocks) * kPieceChannels,
+        first, shared.existing, thread);
   }
 
   __device__ __forceinline__ float plane_grad(int channel, int row) const {
@@ -428,7 +424,7 @@ struct Project {
             const int e = half * 2 + x;
             const float gate = finish(gates[e], c.gate_undo[j], c.gate_bias[j], e);
             const float projected = finish(projections[e], c.undo[j], c.bias[j], e);
-            const float s = sigmoid<mode>(gate);
+            const float s = gate_sigmoid<mode>(gate);
             const float grad = plane_grad(quad_channel(quad) + j * 8 + 2 * t + x, row);
             const float d = grad * undo[j][x] * factor * s;
             const float d_gate = d * projected * (1.0f - s);

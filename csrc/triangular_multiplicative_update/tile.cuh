@@ -42,12 +42,35 @@ constexpr bool is_wide(Mode mode) {
   return type_of(mode) == DType::kFloat32;
 }
 
+// What the argument x of a gate is formed times: folded into the factor and the bias of a sum, it
+// costs nothing. Powers of two are fewer instructions, where the results carry 11 bits or less.
 template <Mode mode>
-__device__ __forceinline__ float sigmoid(float x) {
-  // Fewer instructions where the result is rounded to 16 bits.
-  constexpr float kLog2E = 1.44269504f;
-  const float e = is_wide(mode) ? expf(-x) : sm80::exp2_approx(-kLog2E * x);
-  return sm80::reciprocal_approx(1.0f + e);
+constexpr float kGateScale = mode == Mode::kSplit ? -1.0f : -1.44269504f;
+
+// e^-x of kGateScale * x.
+template <Mode mode>
+__device__ __forceinline__ float gate_exp(float scaled) {
+  return mode == Mode::kSplit ? expf(scaled) : sm80::exp2_approx(scaled);
+}
+
+// The sigmoid of x, of kGateScale * x.
+template <Mode mode>
+__device__ __forceinline__ float gate_sigmoid(float scaled) {
+  return sm80::reciprocal_approx(1.0f + gate_exp<mode>(scaled));
+}
+
+// The same times a factor, given as inverse_factor(factor).
+template <Mode mode>
+__device__ __forceinline__ float gate_sigmoid(float scaled, float inverse) {
+  return sm80::reciprocal_approx(fmaf(gate_exp<mode>(scaled), inverse, inverse));
+}
+
+// 1 / factor, but finite for 0, so that no infinity meets e^-x = 0: of 2^127 and more
+// reciprocal_approx() makes 0. NaN and infinite factors arrive as such; so do those above 2^126.
+__device__ __forceinline__ float inverse_factor(float factor) {
+  const float inverse = 1.0f / factor;
+  const float most = two_to(127);
+  return fabsf(inverse) > most ? copysignf(most, inverse) : inverse;
 }
 
 // Where pair `first + r` lies.

@@ -2,18 +2,11 @@
 // From a mode and a tile, numbers, to a kernel, which has them as types.
 #pragma once
 
-#include <cstdlib>
-
 #include "common/launch.h"
+#include "common/race_checker.h"
 #include "triangular_multiplicative_update/large.h"
 
 namespace fused_ops::triangular_multiplicative_update {
-
-// Set for compute-sanitizer's racecheck; see BulkRing.
-inline bool every_thread_arrives() {
-  static const bool wanted = std::getenv("FUSED_OPS_RACECHECK") != nullptr;
-  return wanted;
-}
 
 template <Mode mode>
 struct ModeOf {

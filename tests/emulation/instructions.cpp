@@ -138,6 +138,18 @@ const emulation::Kernel max_of_two("max_nan", [](Request& request) {
                     request.input<float>("y"), request.output<float>("larger", count));
 });
 
+__global__ void approx_kernel(const float* x, float* power, float* reciprocal) {
+  power[threadIdx.x] = exp2_approx(x[threadIdx.x]);
+  reciprocal[threadIdx.x] = reciprocal_approx(x[threadIdx.x]);
+}
+
+const emulation::Kernel approx("approx", [](Request& request) {
+  const auto count = request.size<float>("x");
+  emulation::launch(approx_kernel, 1, static_cast<unsigned>(count), 0, request.input<float>("x"),
+                    request.output<float>("power", count),
+                    request.output<float>("reciprocal", count));
+});
+
 // Thread i copies i bytes of 16 and i % 5 bytes of 4.
 struct CopyShared {
   alignas(16) unsigned char large[17][16];

@@ -97,6 +97,10 @@ void multiply(const char* name, float (&d)[4], const std::uint32_t (&a)[4],
   std::memcpy(d, mine.d, sizeof(d));
 }
 
+inline float flushed(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+
 template <int size>
 void copy_async(const char* name, void* shared, const void* global, int bytes, Site site) {
   check_shared(shared, size, size, name, site);
@@ -198,13 +202,17 @@ inline float2 unpack_bf16(std::uint32_t packed) {
           emulation::from_bf16(static_cast<std::uint16_t>(packed >> 16))};
 }
 
+// Without subnormal numbers, as .ftz has it.
 inline float exp2_approx(float x) {
-  return std::exp2(x);
+  return emulation::flushed(std::exp2(emulation::flushed(x)));
 }
 
 inline float reciprocal_approx(float x) {
-  const float y = 1.0f / x;
-  return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : y;
+  return emulation::flushed(1.0f / emulation::flushed(x));
+}
+
+inline int opaque(int x) {
+  return x;
 }
 
 inline float max_nan(float a, float b) {

@@ -108,6 +108,32 @@ struct Common {
   }
 };
 
+// Nobody has written the padding of a plane of gradients: who reads it is reported.
+class ForbiddenPadding {
+ public:
+  ForbiddenPadding(const Sizes& sizes, int size, const void* plane)
+      : sizes_(sizes), size_(size), plane_(static_cast<char*>(const_cast<void*>(plane))) {
+    each(emulation::forbid);
+  }
+  ~ForbiddenPadding() { each(emulation::allow); }
+  ForbiddenPadding(const ForbiddenPadding&) = delete;
+  ForbiddenPadding& operator=(const ForbiddenPadding&) = delete;
+
+ private:
+  void each(void (*call)(void*, int)) const {
+    char* line = plane_;
+    const int padding = static_cast<int>(sizes_.pitch - sizes_.n) * size_;
+    for (std::int64_t i = 0; i < sizes_.hidden * sizes_.batch * sizes_.n; ++i) {
+      if (padding > 0) call(line + sizes_.n * size_, padding);
+      line += sizes_.pitch * size_;
+    }
+  }
+
+  Sizes sizes_;
+  int size_;
+  char* plane_;
+};
+
 const emulation::Kernel project("project", [](Request& request) {
   const Common c(request);
   ProjectProblem p;
@@ -174,6 +200,8 @@ const emulation::Kernel project_backward("project_backward", [](Request& request
   if (c.mode == Mode::kTf32) c.set_plane_undo(1.0f);
   const int size = is_wide(c.mode) ? 4 : 2;
   const std::int64_t hidden = c.sizes.hidden;
+  const int grad_size = c.mode == Mode::kBFloat16 ? 2 : 4;
+  const ForbiddenPadding of_a(c.sizes, grad_size, p.da), of_b(c.sizes, grad_size, p.db);
   p.grad = request.output<char>("grad", p.count * 4 * hidden * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.channels * size);
   p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 4 * hidden);

@@ -151,6 +151,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// The same value, of which the compiler knows nothing: what depends on it is computed again in each
+// round of a loop, instead of occupying registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The larger of two numbers, or NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float larger;
