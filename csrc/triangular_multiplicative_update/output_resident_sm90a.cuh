@@ -11,169 +11,144 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
-// Pairs of a tile of o in shared memory, channel by channel: a line of 64 pairs is 128 bytes.
-struct PlaneTile {
-  static constexpr int kRows = 64;
+// Of a row of o: 1 / deviation, and mean / deviation.
+struct RowStatistics {
+  float scale, shift;
+};
 
-  // Copies `hidden` channels, zeros up to a multiple of 64, of the pairs from `first` on; behind
-  // `pairs` there are none.
-  static __device__ __forceinline__ void copy(unsigned char* tile, const std::uint16_t* plane,
-                                              std::int64_t first, std::int64_t pairs, int hidden,
-                                              int thread) {
-    constexpr int kAtOnce = kProducers / 8;  // channels
-    const int piece = thread % 8, channel = thread / 8;
-    const bool here = first + piece * 8 < pairs;
-    const std::uint16_t* from = plane + channel * pairs + first + piece * 8;
-    unsigned char* to = tile + sm80::split_offset(channel, piece);
-    // A walk, for registers: the compiler would keep all the products.
-#pragma unroll 1
-    for (int i = channel; i < rounded_up(hidden, kInner); i += kAtOnce) {
-      const bool exists = here && i < hidden;
-      sm80::cp_async_16(to, exists ? from : plane, exists ? 16 : 0);
-      from += kAtOnce * pairs;
-      to += kAtOnce * kLineBytes;
-    }
+// Of a tile of o, a line of 64 pairs for each channel, the statistics of a warp's 16 pairs from
+// `first` on: those of lane / 4, and eight further.
+template <bool whole>
+__device__ __forceinline__ void find_statistics(const unsigned char* tile, int first, int hidden,
+                                                float eps, int lane, RowStatistics (&of)[2]) {
+  // A lane has two pairs and a quarter of their channels. Quarters read lines that differ modulo 8
+  // by two, so that their banks do not meet.
+  const int two = lane % 8, quarter = lane / 8;
+  const unsigned char* lines[2];
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    lines[odd] = tile + sm80::split_offset(quarter * 2 + odd, first / 8 + two / 4) + two % 4 * 4;
   }
-
-  // Of a row: 1 / deviation, and mean / deviation.
-  struct Statistics {
-    float scale, shift;
-  };
-
-  // Of the tile's rows; a warp takes 16 of them, a lane two and a quarter of their channels.
-  template <bool whole>
-  static __device__ __forceinline__ void find_statistics(const unsigned char* tile, int hidden,
-                                                         float eps, Statistics* of_rows,
-                                                         int thread) {
-    const int lane = thread % 32, two = thread / 32 * 8 + lane % 8, quarter = lane / 8;
-    // Quarters read lines that differ modulo 8 by two, so that their banks do not meet.
-    const unsigned char* lines[2];
+  constexpr int kMost = kResidentChannels / 4;
+  const int count = whole ? kMost : rounded_up(hidden, kInner) / 4;
+  std::uint32_t word[kMost];
+  float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      lines[odd] = tile + sm80::split_offset(quarter * 2 + odd, two / 4) + two % 4 * 4;
-    }
-    std::uint32_t word[kResidentChannels / 4];
-    float2 sum = make_float2(0.0f, 0.0f);
-    const int count = whole ? kResidentChannels / 4 : rounded_up(hidden, kInner) / 4;
-#pragma unroll
-    for (int k = 0; k < kResidentChannels / 4; ++k) {
-      const auto* at =
-          reinterpret_cast<const std::uint32_t*>(lines[k % 2] + k / 2 * 8 * kLineBytes);
-      word[k] = whole || k < count ? *at : 0u;
-      const float2 x = sm80::unpack_bf16(word[k]);
-      sum.x += x.x, sum.y += x.y;
-    }
-    const float inverse = 1.0f / static_cast<float>(hidden);
-    sum = over_quarters(sum);
-    const float2 mean = make_float2(sum.x * inverse, sum.y * inverse);
-    float2 squares = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int k = 0; k < kResidentChannels / 4; ++k) {
-      const bool exists = whole || k / 2 * 8 + quarter * 2 + k % 2 < hidden;
-      const float2 x = sm80::unpack_bf16(word[k]);
-      const float dx = exists ? x.x - mean.x : 0.0f, dy = exists ? x.y - mean.y : 0.0f;
-      squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
-    }
-    squares = over_quarters(squares);
-    if (quarter == 0) {
-      const float x = rsqrtf(squares.x * inverse + eps), y = rsqrtf(squares.y * inverse + eps);
-      of_rows[two * 2] = {x, mean.x * x};
-      of_rows[two * 2 + 1] = {y, mean.y * y};
-    }
+  for (int k = 0; k < kMost; ++k) {
+    const auto* at = reinterpret_cast<const std::uint32_t*>(lines[k % 2] + k / 2 * 8 * kLineBytes);
+    word[k] = whole || k < count ? *at : 0u;
+    const float2 x = sm80::unpack_bf16(word[k]);
+    sum.x += x.x, sum.y += x.y;
   }
-
- private:
-  static __device__ __forceinline__ float2 over_quarters(float2 x) {
+  const auto over_quarters = [](float2 x) {
 #pragma unroll
     for (int offset = 8; offset < 32; offset *= 2) {
       x.x += __shfl_xor_sync(0xffffffff, x.x, offset);
       x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
     }
     return x;
+  };
+  const float inverse = 1.0f / static_cast<float>(hidden);
+  sum = over_quarters(sum);
+  const float2 mean = make_float2(sum.x * inverse, sum.y * inverse);
+  float2 squares = make_float2(0.0f, 0.0f);
+#pragma unroll
+  for (int k = 0; k < kMost; ++k) {
+    const bool exists = whole || k / 2 * 8 + quarter * 2 + k % 2 < hidden;
+    const float2 x = sm80::unpack_bf16(word[k]);
+    const float dx = exists ? x.x - mean.x : 0.0f, dy = exists ? x.y - mean.y : 0.0f;
+    squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
   }
-};
+  squares = over_quarters(squares);
+  const RowStatistics even = {rsqrtf(squares.x * inverse + eps), mean.x};
+  const RowStatistics odd = {rsqrtf(squares.y * inverse + eps), mean.y};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto get = [&](float x, float y) {
+      const int from = half * 4 + lane / 8;
+      const float low = __shfl_sync(0xffffffff, x, from);
+      const float high = __shfl_sync(0xffffffff, y, from);
+      return lane / 4 % 2 == 0 ? low : high;
+    };
+    of[half].scale = get(even.scale, odd.scale);
+    of[half].shift = get(even.shift, odd.shift) * of[half].scale;
+  }
+}
 
-enum class Bringing { kCopies, kNarrow, kWide };  // rows of the pair representation: see below
-
-template <Bringing bringing>
+// `wide`: the pair representation is fp32, else bf16.
+template <bool wide>
 struct OutputResident {
   static constexpr Mode kMode = Mode::kBFloat16;
-  static constexpr int kRows = PlaneTile::kRows;  // pairs of a tile
+  static constexpr int kRows = 64;  // pairs of a tile
   static constexpr int kStages = 4;
-  // Of a row's statistics and place: read when its tile has been given back, before the next is.
-  static constexpr int kNotes = 2 * kStages;
   static constexpr int kLag = 2;  // tiles that are on their way while one is got ready
+  // Places of rows are read when their tile has been given back, but before the next is.
+  static constexpr int kPlaceStages = 2 * kStages;
   static constexpr int kTiles = kPieceChannels / 8;
   static constexpr int kBlocks = kResidentChannels / 64;
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes;  // and 64 of the inner axis
   static constexpr int kResultTiles = 4;  // column tiles that are stored together
   static constexpr int kResultBytes = kResultTiles * 16;
-  static constexpr int kProducerRegisters = 88;
-  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, kProducerRegisters>;
-  using Statistics = PlaneTile::Statistics;
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 64>;
 
   struct alignas(1024) Shared {
     unsigned char gate[kBlocks * kBlocks * kPieceBytes];
     unsigned char out[kBlocks * kBlocks * kPieceBytes];
     unsigned char pair[kStages][kBlocks * kRows * kLineBytes];
-    unsigned char o[kStages][kResidentChannels * kLineBytes];
+    unsigned char o[kStages][kResidentChannels * kLineBytes];   // a line of 64 pairs a channel
     unsigned char results[kConsumers / 32][16 * kResultBytes];  // of a warp's 16 pairs
-    // Of two channels: biases of the gate (times -log2 e) and of the projection; sums of weights.
+    // Of two channels: biases of the gate (scaled) and of the projection; sums of weights.
     float4 bias[kResidentChannels / 2];
     float2 sum[kResidentChannels / 2];
-    Statistics statistics[kNotes][kRows];
-    std::int64_t row[kNotes][kRows];  // of the result; -1: nowhere
-    std::uint64_t loaded;             // the weights are there
-    std::uint64_t full[kStages];      // a stage may be read
-    std::uint64_t empty[kStages];     // it may be written
+    std::int64_t row[kPlaceStages][kRows];  // of the result; -1: nowhere
+    std::uint64_t loaded;                   // the weights are there
+    std::uint64_t full[kStages];            // a stage may be read
+    std::uint64_t empty[kStages];           // it may be written
   };
 
   const OutputParams& p;
   Shared& shared;
-  WarpArrivals arrivals;
 
   static __device__ __forceinline__ void run(const OutputParams& params) {
     auto& shared = shared_memory<Shared>();
-    const OutputResident kernel{params, shared, {params.every_thread_arrives}};
+    const OutputResident kernel{params, shared};
     const int thread = thread_index();
     if (thread == 0) {
       sm80::mbarrier_init(&shared.loaded, 1);
+      const bool every = params.every_thread_arrives;
       for (int i = 0; i < kStages; ++i) {
-        sm80::mbarrier_init(&shared.full[i], kernel.arrivals.of(kProducers));
-        sm80::mbarrier_init(&shared.empty[i], kernel.arrivals.of(kernel.pieces() * 128));
+        sm80::mbarrier_init(&shared.full[i], sm80::arrivals(kProducers, every));
+        sm80::mbarrier_init(&shared.empty[i], sm80::arrivals(kernel.pieces() * 128, every));
       }
       sm90a::fence_async();
     }
     kernel.keep_vectors(thread);
     __syncthreads();
     if (thread < kProducers) {
-      if (thread == 0) kernel.load_weights();
-      using Pairs = std::conditional_t<bringing == Bringing::kCopies, FromCopies,
-                                       FromRegisters<bringing == Bringing::kWide>>;
-      kernel.template produce<Pairs>(thread);
+      if (!wide) sm90a::give_registers<Registers::kGivers>();
+      kernel.produce(thread);
     } else {
+      if (!wide) sm90a::take_registers<Registers::kTakers>();
       kernel.consume(thread - kProducers);
     }
   }
 
   __device__ __forceinline__ int pieces() const { return p.packed.channel_blocks; }
-  __device__ __forceinline__ std::int64_t tiles() const { return ceil_div(p.count, kRows); }
-  __device__ __forceinline__ std::int64_t first_pair() const {
-    return p.first_pair + std::int64_t{blockIdx.x} * kRows;
+  __device__ __forceinline__ int tiles() const {
+    return static_cast<int>(ceil_div(p.count, kRows));
   }
-  __device__ __forceinline__ std::int64_t stride() const { return std::int64_t{gridDim.x} * kRows; }
   __device__ __forceinline__ const float* floats(std::int64_t offset) const {
     return reinterpret_cast<const float*>(p.workspace + offset);
   }
 
   __device__ __forceinline__ void keep_vectors(int thread) const {
-    constexpr float kLog2E = 1.44269504f;
     const int at = 2 * thread;
     if (at >= pieces() * kPieceChannels) return;
     const float* gate = floats(p.packed.gate_bias) + at;
     const float* out = floats(p.packed.out_bias) + at;
     const float* sum = floats(p.packed.out_sum) + at;
-    shared.bias[thread] = make_float4(-kLog2E * gate[0], -kLog2E * gate[1], out[0], out[1]);
+    constexpr float kScale = kGateScale<kMode>;
+    shared.bias[thread] = make_float4(kScale * gate[0], kScale * gate[1], out[0], out[1]);
     shared.sum[thread] = make_float2(sum[0], sum[1]);
   }
 
@@ -185,105 +160,78 @@ struct OutputResident {
     sm90a::bulk_copy(shared.out, p.workspace + p.packed.out, out, &shared.loaded);
   }
 
-  // Rows of the pair representation, normalised or of another type.
-  template <bool wide>
-  struct FromRegisters {
-    using Rows = RowStream<kMode, kRows, wide, wide ? 2 : 4>;
-    const OutputParams& p;
-    PairWalk walk;
-    PairSteps next;
-    Rows rows;
-
-    __device__ __forceinline__ FromRegisters(const OutputResident& kernel, int thread)
-        : p(kernel.p),
-          walk(p.sizes, kernel.first_pair() + Rows::row_of_lane(thread)),
-          next(p.sizes, kernel.stride()),
-          rows(p.pair, p.sizes, thread) {
-      rows.start(walk);
-    }
-
-    __device__ __forceinline__ void bring(unsigned char* operand) {
-      const auto keep = [](int, int, const std::uint32_t (&)[4]) {};
-      walk.advance(next);
-      rows.advance(walk);
-      rows.tile(operand, p.gate_normalized, p.eps, keep);
-    }
-  };
-
-  // Rows of the pair representation as they are.
-  struct FromCopies {
-    static constexpr int kPasses = kRows / 8;
-    const OutputParams& p;
-    int thread;
-    PairWalk walk;
-    PairSteps next;
-
-    __device__ __forceinline__ FromCopies(const OutputResident& kernel, int thread)
-        : p(kernel.p),
-          thread(thread),
-          walk(p.sizes, kernel.first_pair() + RowStream<kMode, kRows, false>::row_of_lane(thread)),
-          next(p.sizes, kernel.stride()) {}
-
-    __device__ __forceinline__ void bring(unsigned char* operand) {
-      const int place = walk.exists() ? static_cast<int>(walk.offset(p.pair) / 8) : -1;
-      walk.advance(next);
-      const int row = thread / 16, eight = thread % 16;
-      unsigned char* to =
-          operand + eight / 8 * (kRows * kLineBytes) + sm80::split_offset(row, eight % 8);
-      const bool padded = eight * 8 < rounded_up(p.sizes.channels, kInner);
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int at = __shfl_sync(0xffffffff, place, 2 * pass + thread % 32 / 16);
-        const bool here = at >= 0 && eight * 8 < p.sizes.channels;
-        const auto* from =
-            static_cast<const uint4*>(p.pair.data) + (here ? std::int64_t{at} + eight : 0);
-        if (padded) sm80::cp_async_16(to + pass * (8 * kLineBytes), from, here ? 16 : 0);
-      }
-    }
-  };
-
-  template <class Bring>
   __device__ __forceinline__ void produce(int thread) const {
-    Bring pairs(*this, thread);
-    RingSlot<kStages> slot, come;
-    RingSlot<kNotes> note;
-    std::int64_t coming = first_pair();
-    // The thread's row of the result in the tile that comes next.
-    PairWalk walk(p.sizes, coming + thread % kRows);
-    const PairSteps next(p.sizes, stride());
-    const std::int64_t last = tiles() + std::int64_t{kLag} * gridDim.x;
-    for (std::int64_t tile = blockIdx.x; tile < last; tile += gridDim.x) {
+    if (thread == 0) load_weights();
+    using Copies = RowCopies<kMode, kRows>;
+    using Rows = std::conditional_t<wide, RowStream<kMode, kRows>, Copies>;
+    sm80::RingSlot<kStages> slot, come;
+    sm80::RingSlot<kPlaceStages> place;
+    std::int64_t first = p.first_pair + std::int64_t{blockIdx.x} * kRows;
+    // Of rows to copy, a lane knows the place of one; of results, a thread.
+    PairWalk walk(p.sizes, first + Copies::row_of_lane(thread)), results(p.sizes, first + thread);
+    const PairSteps next(p.sizes, std::int64_t{gridDim.x} * kRows);
+    Rows rows(p.pair, p.sizes, thread);
+    if constexpr (wide) rows.start(walk);
+    int asked = 0;
+    for (int tile = blockIdx.x; tile < tiles() || asked > 0; tile += gridDim.x) {
       if (tile < tiles()) {
+        ++asked;
         sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
-        PlaneTile::copy(shared.o[slot.stage], static_cast<const std::uint16_t*>(p.o), coming,
-                        p.sizes.pairs(), p.sizes.hidden, thread);
-        pairs.bring(shared.pair[slot.stage]);
-        coming += stride();
+        copy_o(shared.o[slot.stage], first, thread);
+        if constexpr (wide) {
+          walk.advance(next);
+          rows.advance(walk);
+          rows.tile(shared.pair[slot.stage], p.gate_normalized, p.eps);
+        } else {
+          rows.copy(shared.pair[slot.stage], walk);
+          walk.advance(next);
+        }
+        if (thread < kRows) {
+          const std::int64_t n = p.sizes.n;
+          const Pairs lines{nullptr, DType::kBFloat16, n * n, n, 1};
+          shared.row[place.stage][thread] = results.exists() ? results.offset(lines) : -1;
+        }
+        results.advance(next);
+        place.advance();
+        first += std::int64_t{gridDim.x} * kRows;
         slot.advance();
       }
       sm80::cp_async_commit();
-      if (tile < blockIdx.x + std::int64_t{kLag} * gridDim.x) continue;
-      sm80::cp_async_wait<kLag>();
-      sm80::named_barrier<1, kProducers>();  // all have what they have copied
-      if (thread < kRows) {
-        const std::int64_t n = p.sizes.n;
-        shared.row[note.stage][thread] =
-            walk.exists() ? walk.offset(Pairs{nullptr, DType::kBFloat16, n * n, n, 1}) : -1;
-      }
-      walk.advance(next);
-      const unsigned char* o = shared.o[come.stage];
-      Statistics* statistics = shared.statistics[note.stage];
-      if (p.sizes.hidden == kResidentChannels) {
-        PlaneTile::find_statistics<true>(o, p.sizes.hidden, p.eps, statistics, thread);
+      if (tile < tiles()) {
+        if (asked <= kLag) continue;
+        sm80::cp_async_wait<kLag>();
       } else {
-        PlaneTile::find_statistics<false>(o, p.sizes.hidden, p.eps, statistics, thread);
+        sm80::cp_async_wait<0>();
+      }
+      // Rows of pairs that do not exist may become NaN: their results go nowhere.
+      if constexpr (!wide) {
+        if (p.gate_normalized) rows.normalise(shared.pair[come.stage], p.eps, 0);
       }
       sm90a::fence_async();
-      arrivals.arrive(&shared.full[come.stage], thread);
+      sm80::warp_arrives(&shared.full[come.stage], thread, p.every_thread_arrives);
       come.advance();
-      note.advance();
+      --asked;
     }
-    sm80::cp_async_wait<0>();
+  }
+
+  // Channels up to a multiple of 64 and pairs behind the last one are zeros.
+  __device__ __forceinline__ void copy_o(unsigned char* tile, std::int64_t first,
+                                         int thread) const {
+    constexpr int kAtOnce = kProducers / 8;  // channels
+    const int piece = thread % 8, channel = thread / 8;
+    const std::int64_t pairs = p.sizes.pairs();
+    const bool here = first + piece * 8 < pairs;
+    const auto* plane = static_cast<const std::uint16_t*>(p.o);
+    const std::uint16_t* from = plane + channel * pairs + first + piece * 8;
+    unsigned char* to = tile + sm80::split_offset(channel, piece);
+    // A walk, for registers: the compiler would keep all the products.
+#pragma unroll 2
+    for (int i = channel; i < rounded_up(p.sizes.hidden, kInner); i += kAtOnce) {
+      const bool exists = here && i < p.sizes.hidden;
+      sm80::cp_async_16(to, exists ? from : plane, exists ? 16 : 0);
+      from += kAtOnce * pairs;
+      to += kAtOnce * kLineBytes;
+    }
   }
 
   // A warpgroup takes 64 channels of every tile, or of every second or fourth.
@@ -291,22 +239,33 @@ struct OutputResident {
     const int piece = thread / 128 % pieces();
     const int turns = kConsumers / 128 / pieces();
     sm80::mbarrier_wait(&shared.loaded, 0);
-    RingSlot<kStages> slot;
-    RingSlot<kNotes> note;
-    for (int i = thread / 128 / pieces(); i > 0; --i) slot.advance(), note.advance();
-    const std::int64_t step = turns * std::int64_t{gridDim.x};
-    for (std::int64_t tile = blockIdx.x + thread / 128 / pieces() * std::int64_t{gridDim.x};
-         tile < tiles(); tile += step) {
+    sm80::RingSlot<kStages> slot;
+    sm80::RingSlot<kPlaceStages> place;
+    const auto skip = [&](int tiles) {
+      for (int i = 0; i < tiles; ++i) slot.advance(), place.advance();
+    };
+    const int turn = thread / 128 / pieces();
+    skip(turn);
+    for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles(); tile += turns * gridDim.x) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
+      RowStatistics statistics[2];
+      const int first = thread / 32 % 4 * 16;  // of the warp's rows
+      if (p.sizes.hidden == kResidentChannels) {
+        find_statistics<true>(shared.o[slot.stage], first, p.sizes.hidden, p.eps, thread % 32,
+                              statistics);
+      } else {
+        find_statistics<false>(shared.o[slot.stage], first, p.sizes.hidden, p.eps, thread % 32,
+                               statistics);
+      }
       float gate[kTiles][4], projected[kTiles][4];
       multiply(gate, projected, piece, slot.stage);
-      arrivals.arrive(&shared.empty[slot.stage], thread);
+      sm80::warp_arrives(&shared.empty[slot.stage], thread, p.every_thread_arrives);
 #pragma unroll
       for (int j = 0; j < kTiles; j += kResultTiles) {
-        finish(gate, projected, piece, j, note.stage, thread);
-        store(piece, j, note.stage, thread);
+        finish(gate, projected, statistics, piece, j, sm80::opaque(thread));
+        store(piece, j, place.stage, sm80::opaque(thread));
       }
-      for (int i = 0; i < turns; ++i) slot.advance(), note.advance();
+      skip(turns);
     }
   }
 
@@ -327,12 +286,10 @@ struct OutputResident {
 
   // LayerNorm, biases, gate of column tiles `begin` on; into the warp's shared memory.
   __device__ __forceinline__ void finish(const float (&gate)[kTiles][4],
-                                         const float (&projected)[kTiles][4], int piece, int begin,
-                                         int note, int thread) const {
+                                         const float (&projected)[kTiles][4],
+                                         const RowStatistics (&of)[2], int piece, int begin,
+                                         int thread) const {
     const int lane = thread % 32;
-    const int first = thread / 32 % 4 * 16;  // of the warp's rows
-    const Statistics* statistics = shared.statistics[note] + first + lane / 4;
-    const Statistics of[2] = {statistics[0], statistics[8]};
     const int channels = piece * (kPieceChannels / 2) + begin * 4 + lane % 4;
     unsigned char* line = shared.results[thread / 32] + lane % 16 * kResultBytes;
     const auto to = sm80::shared_address(line + (swizzled(lane / 16, lane % 16) << 4));
@@ -346,7 +303,7 @@ struct OutputResident {
         const float2 sum = shared.sum[channels + (j + x) * 4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const Statistics& row = of[half];
+          const RowStatistics& row = of[half];
           const float* g = &gate[begin + j + x][2 * half];
           const float* q = &projected[begin + j + x][2 * half];
           word[2 * x + half] = pack_16<kMode>(value_of(g[0], q[0], row, bias.x, bias.z, sum.x),
@@ -363,16 +320,15 @@ struct OutputResident {
     return piece ^ row / 2 % kResultTiles;
   }
 
-  static __device__ __forceinline__ float value_of(float gate, float product, const Statistics& row,
-                                                   float gate_bias, float bias, float sum) {
-    constexpr float kLog2E = 1.44269504f;
-    const float e = sm80::exp2_approx(fmaf(gate, -kLog2E, gate_bias));
+  static __device__ __forceinline__ float value_of(float gate, float product,
+                                                   const RowStatistics& row, float gate_bias,
+                                                   float bias, float sum) {
     const float projected = fmaf(product, row.scale, fmaf(-row.shift, sum, bias));
-    return projected * sm80::reciprocal_approx(1.0f + e);
+    return projected * gate_sigmoid<kMode>(fmaf(gate, kGateScale<kMode>, gate_bias));
   }
 
   // The warp's 16 pairs, eight channels at a time.
-  __device__ __forceinline__ void store(int piece, int begin, int note, int thread) const {
+  __device__ __forceinline__ void store(int piece, int begin, int place, int thread) const {
     constexpr int kAtOnce = 32 / kResultTiles;  // pairs
     const int lane = thread % 32;
     const int eight = lane % kResultTiles;
@@ -382,7 +338,7 @@ struct OutputResident {
 #pragma unroll
     for (int i = 0; i < 16; i += kAtOnce) {
       const int row = i + lane / kResultTiles;
-      const std::int64_t at = shared.row[note][first + row];
+      const std::int64_t at = shared.row[place][first + row];
       const uint4 word = *reinterpret_cast<const uint4*>(results + row * kResultBytes +
                                                          (swizzled(eight, row) << 4));
       if (at >= 0 && channel < p.sizes.channels) {
@@ -393,10 +349,10 @@ struct OutputResident {
   }
 };
 
-template <Bringing bringing>
+template <bool wide>
 __global__ void __launch_bounds__(kResidentThreads, 1)
     output_resident_kernel(const __grid_constant__ OutputParams params) {
-  OutputResident<bringing>::run(params);
+  OutputResident<wide>::run(params);
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

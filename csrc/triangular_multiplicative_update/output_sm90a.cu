@@ -17,12 +17,12 @@ void launch_groups(const char* what, const OutputParams& params, CUstream_st* st
          sizeof(typename OutputSm90a<mode, kBackward>::Shared), stream, params);
 }
 
-template <Bringing bringing>
+template <bool wide>
 void launch_resident(const char* what, const OutputParams& params, CUstream_st* stream) {
-  using Kernel = OutputResident<bringing>;
+  using Kernel = OutputResident<wide>;
   if (params.count == 0) return;
   const std::int64_t tiles = ceil_div(params.count, Kernel::kRows);
-  launch(what, output_resident_kernel<bringing>,
+  launch(what, output_resident_kernel<wide>,
          static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors())), kResidentThreads,
          sizeof(typename Kernel::Shared), stream, params);
 }
@@ -37,11 +37,8 @@ void output_sm90a(const OutputProblem& problem, CUstream_st* stream) {
       if (!is_walkable(problem.pair, problem.sizes, problem.mode)) {
         return output_sm80(problem, stream);
       }
-      if (problem.pair.type == DType::kFloat32) {
-        return launch_resident<Bringing::kWide>(kWhat, params, stream);
-      }
-      return problem.gate_normalized ? launch_resident<Bringing::kNarrow>(kWhat, params, stream)
-                                     : launch_resident<Bringing::kCopies>(kWhat, params, stream);
+      return problem.pair.type == DType::kFloat32 ? launch_resident<true>(kWhat, params, stream)
+                                                  : launch_resident<false>(kWhat, params, stream);
     case Mode::kFloat16:
       return launch_groups<Mode::kFloat16, false>(kWhat, params, stream);
     case Mode::kTf32:

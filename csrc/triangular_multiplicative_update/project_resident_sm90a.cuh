@@ -25,8 +25,8 @@ struct ProjectResident {
   static constexpr int kPlaneBytes = kRows * 2;                   // of a tile's channel
   static constexpr int kPieceBytes = kProjectLines * kLineBytes;  // and 64 of the inner axis
   static constexpr int kBlocks = kResidentChannels / 64;
-  static constexpr int kProducerRegisters = 88;
-  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, kProducerRegisters>;
+
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 64>;
 
   struct alignas(1024) Shared {
     unsigned char weights[2 * kBlocks * kBlocks * kPieceBytes];
@@ -38,62 +38,77 @@ struct ProjectResident {
     std::uint64_t empty[kStages];    // its rows may be written
   };
 
-  // value = (product * scale + bias) / (1 + 2^(gate product * gate_scale + gate_bias))
+  // What makes a product the argument of gate_sigmoid(), and another one the projection.
   struct Channel {
     float gate_scale, gate_bias, scale, bias;
   };
 
   const ProjectParams& p;
   Shared& shared;
-  WarpArrivals arrivals;
 
   static __device__ __forceinline__ void run(const ProjectParams& params) {
     auto& shared = shared_memory<Shared>();
-    const ProjectResident kernel{params, shared, {params.every_thread_arrives}};
+    const ProjectResident kernel{params, shared};
     const int thread = thread_index();
     if (thread == 0) {
       sm80::mbarrier_init(&shared.loaded, 1);
       for (int i = 0; i < kStages; ++i) {
-        sm80::mbarrier_init(&shared.full[i], kernel.arrivals.of(kProducers));
-        sm80::mbarrier_init(&shared.empty[i], kernel.arrivals.of(kConsumers));
+        sm80::mbarrier_init(&shared.full[i],
+                            sm80::arrivals(kProducers, params.every_thread_arrives));
+        sm80::mbarrier_init(&shared.empty[i],
+                            sm80::arrivals(kConsumers, params.every_thread_arrives));
       }
       sm90a::fence_async();
     }
     __syncthreads();
     if (thread < kProducers) {
+      if (!wide) sm90a::give_registers<Registers::kGivers>();
       kernel.produce(thread);
     } else {
+      if (!wide) sm90a::take_registers<Registers::kTakers>();
       kernel.consume(thread - kProducers);
     }
   }
 
-  __device__ __forceinline__ std::int64_t tiles() const { return ceil_div(p.count, kRows); }
+  __device__ __forceinline__ int tiles() const {
+    return static_cast<int>(ceil_div(p.count, kRows));
+  }
   __device__ __forceinline__ const float* floats(std::int64_t offset) const {
     return reinterpret_cast<const float*>(p.workspace + offset);
   }
 
   __device__ __forceinline__ void produce(int thread) const {
-    using Rows = RowStream<mode, kRows, wide>;
-    const std::int64_t first = p.first_pair + std::int64_t{blockIdx.x} * kRows;
-    const int row = Rows::row_of_lane(thread);
-    PairWalk walk(p.sizes, first + row);
+    using Copies = RowCopies<mode, kRows>;
+    using Rows = std::conditional_t<wide, RowStream<mode, kRows>, Copies>;
+    const int row = Copies::row_of_lane(thread);
+    PairWalk walk(p.sizes, p.first_pair + std::int64_t{blockIdx.x} * kRows + row);
     const PairSteps next(p.sizes, std::int64_t{gridDim.x} * kRows);
     Rows rows(p.pair, p.sizes, thread);
-    rows.start(walk);
+    if constexpr (wide) rows.start(walk);
     sm80::griddepcontrol_wait();  // up to here nothing packed was read
     if (thread == 0) load_weights();
     const float mask_scale = is_scaled(mode) ? scale_mask(thread) : 1.0f;
-    RingSlot<kStages> slot;
-    RingSlot<kFactors> factor;
-    for (std::int64_t tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
-      const float inverse = inverse_of(walk, mask_scale);
-      walk.advance(next);
-      rows.advance(walk);
+    sm80::RingSlot<kStages> slot;
+    sm80::RingSlot<kFactors> factor;
+    for (int tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+      unsigned char* operand = shared.rows[slot.stage];
       sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
-      shared.inverse[factor.stage][row] = inverse;
-      rows.tile(shared.rows[slot.stage], true, p.eps, [](int, int, const std::uint32_t (&)[4]) {});
+      int places = 0;
+      if constexpr (!wide) {
+        places = rows.copy(operand, walk);
+        sm80::cp_async_commit();
+      }
+      shared.inverse[factor.stage][row] = inverse_of(walk, mask_scale);
+      walk.advance(next);
+      if constexpr (wide) {
+        rows.advance(walk);
+        rows.tile(operand, true, p.eps);
+      } else {
+        sm80::cp_async_wait<0>();
+        rows.normalise(operand, p.eps, places);
+      }
       sm90a::fence_async();
-      arrivals.arrive(&shared.full[slot.stage], thread);
+      sm80::warp_arrives(&shared.full[slot.stage], thread, p.every_thread_arrives);
       slot.advance();
       factor.advance();
     }
@@ -111,14 +126,10 @@ struct ProjectResident {
     }
   }
 
-  // One over the factor that results are multiplied by. Of 0, and of padding, it is what makes the
-  // reciprocal of a number from 1 on flush to zero.
+  // Of the factor that results are multiplied by, 0 for padding.
   __device__ __forceinline__ float inverse_of(const PairWalk& walk, float mask_scale) const {
-    constexpr float kOfZero = 1.7014118346e38f;  // 2^127
-    if (!walk.exists()) return kOfZero;
-    const float factor = load_mask(p.mask, walk.offset(p.mask)) * mask_scale;
-    const float inverse = 1.0f / factor;
-    return fabsf(inverse) > kOfZero ? copysignf(kOfZero, factor) : inverse;
+    const float factor = walk.exists() ? load_mask(p.mask, walk.offset(p.mask)) : 0.0f;
+    return inverse_factor(factor * mask_scale);
   }
 
   // For masks that exceed what the planes have room for; the first block tells the way back.
@@ -142,15 +153,14 @@ struct ProjectResident {
                                        : p.packed.hidden_blocks + p.first_block + piece - p.blocks;
     const int gate = block * kProjectLines + half * kLines + thread / 32 % 4 * 16 + thread % 32 / 4;
     const int projection = gate + 8;
-    constexpr float kLog2E = 1.44269504f;
     float plane_scale = 1.0f;
     if (is_scaled(mode)) {
       plane_scale = floats(p.packed.plane_scale)[block * kPieceChannels + half * (kLines / 2) +
                                                  thread / 32 % 4 * kWarpChannels + thread % 32 / 4];
     }
     Channel c;
-    c.gate_scale = -kLog2E * floats(p.packed.project_undo)[gate];
-    c.gate_bias = -kLog2E * floats(p.packed.project_bias)[gate];
+    c.gate_scale = kGateScale<mode> * floats(p.packed.project_undo)[gate];
+    c.gate_bias = kGateScale<mode> * floats(p.packed.project_bias)[gate];
     c.scale = floats(p.packed.project_undo)[projection] * plane_scale;
     c.bias = floats(p.packed.project_bias)[projection] * plane_scale;
     return c;
@@ -164,22 +174,24 @@ struct ProjectResident {
     const Channel first = channel_of(group / 2, group % 2, thread);
     const Channel second = p.blocks > 1 ? channel_of(group / 2 + 2, group % 2, thread) : first;
     sm80::mbarrier_wait(&shared.loaded, 0);
-    RingSlot<kStages> slot;
-    RingSlot<kFactors> factor;
-    for (std::int64_t tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+    sm80::RingSlot<kStages> slot;
+    sm80::RingSlot<kFactors> factor;
+    for (int tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
 #pragma unroll 1
       for (int i = 0; i < p.blocks; ++i) {
         const int piece = (group + 4 * i) / 2, half = group % 2;
         float total[kTiles][4];
         multiply(total, piece, half, slot.stage);
-        if (i + 1 == p.blocks) arrivals.arrive(&shared.empty[slot.stage], thread);
+        if (i + 1 == p.blocks) {
+          sm80::warp_arrives(&shared.empty[slot.stage], thread, p.every_thread_arrives);
+        }
         const Channel channel = {i == 0 ? first.gate_scale : second.gate_scale,
                                  i == 0 ? first.gate_bias : second.gate_bias,
                                  i == 0 ? first.scale : second.scale,
                                  i == 0 ? first.bias : second.bias};
         turn(total, channel, factor.stage, thread);
-        store(piece, half, p.first_pair + tile * kRows, thread);
+        store(piece, half, p.first_pair + std::int64_t{tile} * kRows, sm80::opaque(thread));
       }
       slot.advance();
       factor.advance();
@@ -222,8 +234,8 @@ struct ProjectResident {
 
   static __device__ __forceinline__ float value_of(float gate, float projection, const Channel& c,
                                                    float inverse) {
-    const float e = sm80::exp2_approx(fmaf(gate, c.gate_scale, c.gate_bias));
-    return fmaf(projection, c.scale, c.bias) * sm80::reciprocal_approx(fmaf(e, inverse, inverse));
+    return fmaf(projection, c.scale, c.bias) *
+           gate_sigmoid<mode>(fmaf(gate, c.gate_scale, c.gate_bias), inverse);
   }
 
   // The warp's eight channels, eight pairs at a time.

@@ -7,8 +7,8 @@
 #include <limits>
 #include <utility>
 
+#include "common/cuda/sm80/ring.cuh"
 #include "common/cuda/sm90a/split.cuh"
-#include "triangular_multiplicative_update/contract_sm90a.cuh"
 #include "triangular_multiplicative_update/tile.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
@@ -67,15 +67,162 @@ class PairWalk {
   PairSteps at_;
 };
 
-// The producers' rows of tiles of kRows pairs, 16 bytes of 16-bit numbers or 32 of fp32 ones a
-// thread and pass, eight rows a pass, two of them a warp's. Loads run ahead of their use by kDepth
-// passes, into the next tile. Takes tensors that is_walkable() admits.
-template <Mode mode, int kRows, bool wide, int depth = wide ? 4 : 8>
+// Rows of an operand: a pass of the producers is eight of them, two a warp, 16 lanes a row, eight
+// channels a lane.
+constexpr int kPassRows = 8;
+constexpr int kPassBytes = kPassRows * kLineBytes;  // from the piece of a lane to that of the next
+
+// The piece of 16 bytes of a row's channels, eight from `channel` on.
+template <int kRows>
+__device__ __forceinline__ int row_piece(int row, int channel) {
+  return channel / kInner * (kRows * kLineBytes) + sm80::split_offset(row, channel / 8 % 8);
+}
+
+template <Mode mode>
+__device__ __forceinline__ uint4 pack_row(const float (&x)[8]) {
+  constexpr float kTimes = is_scaled(mode) ? 1 << kNormalisedExponent : 1;
+  return make_uint4(
+      pack_16<mode>(x[0] * kTimes, x[1] * kTimes), pack_16<mode>(x[2] * kTimes, x[3] * kTimes),
+      pack_16<mode>(x[4] * kTimes, x[5] * kTimes), pack_16<mode>(x[6] * kTimes, x[7] * kTimes));
+}
+
+// Sums of several rows over 16 lanes each.
+template <int kCount>
+__device__ __forceinline__ void sum_rows(float (&x)[kCount]) {
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(0xffffffff, x[i], offset);
+  }
+}
+
+// To mean 0 and variance 1 over the channels. A lane whose eight channels are not `here` holds
+// zeros, which stay.
+template <int kCount>
+__device__ __forceinline__ void normalise_rows(float (&x)[kCount][8], const bool (&here)[kCount],
+                                               int channels, float eps) {
+  const float inverse = 1.0f / static_cast<float>(channels);
+  float sum[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sum[i] = x[i][0];
+#pragma unroll
+    for (int k = 1; k < 8; ++k) sum[i] += x[i][k];
+  }
+  sum_rows(sum);
+  float squares[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float mean = here[i] ? sum[i] * inverse : 0.0f;
+    squares[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      x[i][k] -= mean;
+      squares[i] = fmaf(x[i][k], x[i][k], squares[i]);
+    }
+  }
+  sum_rows(squares);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    // With eps = 0 a row of equal numbers is NaN, as in PyTorch; padding is not.
+    const float scale = here[i] ? rsqrtf(squares[i] * inverse + eps) : 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[i][k] *= scale;
+  }
+}
+
+// The producers' rows of tiles of kRows pairs, of the mode's 16 bits: copied to where they belong
+// in the operand, then normalised in place. A thread reads and writes what it has copied itself.
+template <Mode mode, int kRows>
+class RowCopies {
+ public:
+  static constexpr int kPasses = kRows / kPassRows;
+  static constexpr int kTogether = 4;  // passes, for their latencies
+
+  __device__ __forceinline__ RowCopies(const Pairs& pairs, const Sizes& sizes, int thread)
+      : pairs_(pairs), channels_(sizes.channels), thread_(thread) {}
+
+  // The row of a tile that a lane knows the place of: of pass l / 2.
+  static __device__ __forceinline__ int row_of_lane(int thread) {
+    return thread % 32 / 2 * kPassRows + thread / 32 * 2 + thread % 2;
+  }
+
+  // Asks for a tile; the walk is at the row of the lane. Returns what normalise() wants to know.
+  __device__ __forceinline__ int copy(unsigned char* operand, const PairWalk& walk) const {
+    const int places = walk.exists() ? static_cast<int>(walk.offset(pairs_) / 8) : -1;
+    const int channel = thread_ % 16 * 8;
+    if (__any_sync(0xffffffff, channel >= rounded_up(channels_, kInner))) {
+      copy_passes<false>(operand, channel, places);
+    } else {
+      copy_passes<true>(operand, channel, places);
+    }
+    return places;
+  }
+
+  // A tile that has come.
+  __device__ __forceinline__ void normalise(unsigned char* operand, float eps, int places) const {
+    const int channel = thread_ % 16 * 8;
+    const bool padded = channel < rounded_up(channels_, kInner);
+    unsigned char* piece = operand + row_piece<kRows>(thread_ / 16, padded ? channel : 0);
+#pragma unroll 1
+    for (int first = 0; first < kPasses; first += kTogether) {
+      float x[kTogether][8];
+      bool here[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const uint4 four = *reinterpret_cast<const uint4*>(piece + i * kPassBytes);
+        const std::uint32_t word[4] = {four.x, four.y, four.z, four.w};
+        here[i] = place(places, first + i) >= 0 && channel < channels_;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 two = unpack_16<mode>(padded ? word[k] : 0u);
+          x[i][2 * k] = two.x, x[i][2 * k + 1] = two.y;
+        }
+      }
+      normalise_rows(x, here, channels_, eps);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (padded) *reinterpret_cast<uint4*>(piece + i * kPassBytes) = pack_row<mode>(x[i]);
+      }
+      piece += kTogether * kPassBytes;
+    }
+  }
+
+ private:
+  // Of the thread's row of the pass.
+  __device__ __forceinline__ int place(int places, int pass) const {
+    return __shfl_sync(0xffffffff, places, 2 * pass + thread_ % 32 / 16);
+  }
+
+  template <bool padded>  // whether every lane has a piece
+  __device__ __forceinline__ void copy_passes(unsigned char* operand, int channel,
+                                              int places) const {
+    const auto* from = static_cast<const uint4*>(pairs_.data);
+    unsigned char* to = operand + row_piece<kRows>(thread_ / 16, channel);
+#pragma unroll 4
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int at = place(places, pass);
+      const bool here = at >= 0 && channel < channels_;
+      if (padded || channel < rounded_up(channels_, kInner)) {
+        sm80::cp_async_16(to, here ? from + at + channel / 8 : from, here ? 16 : 0);
+      }
+      to += kPassBytes;
+    }
+  }
+
+  const Pairs& pairs_;
+  int channels_;
+  int thread_;
+};
+
+// The same of fp32 pairs, through registers: loads run ahead of their use by kDepth passes, into
+// the next tile.
+template <Mode mode, int kRows>
 class RowStream {
  public:
-  static constexpr int kPasses = kRows / 8;
-  static constexpr int kDepth = depth;
-  static constexpr int kTogether = depth < 2 ? depth : 2;  // passes, for their latencies
+  static constexpr int kPasses = kRows / kPassRows;
+  static constexpr int kDepth = 4;
+  static constexpr int kTogether = 2;
   static_assert(kPasses % kDepth == 0 && kDepth % kTogether == 0);
 
   __device__ __forceinline__ RowStream(const Pairs& pairs, const Sizes& sizes, int thread)
@@ -84,11 +231,6 @@ class RowStream {
         row_(thread / 16),
         channel_(thread % 16 * 8),
         lane_(thread % 32) {}
-
-  // The row of a tile that a lane knows the place of: of pass l / 2.
-  static __device__ __forceinline__ int row_of_lane(int thread) {
-    return thread % 32 / 2 * 8 + thread / 32 * 2 + thread % 2;
-  }
 
   // The first tile. `walk` is at the row of the lane.
   __device__ __forceinline__ void start(const PairWalk& walk) {
@@ -103,10 +245,8 @@ class RowStream {
     next_ = place(walk);
   }
 
-  // The next tile, into the operand; keep(row, channel, four words) sees what goes there.
-  template <class Keep>
-  __device__ __forceinline__ void tile(unsigned char* operand, bool normalises, float eps,
-                                       Keep keep) {
+  // The next tile, into the operand.
+  __device__ __forceinline__ void tile(unsigned char* operand, bool normalises, float eps) {
 #pragma unroll 1
     for (int first = 0; first < kPasses; first += kDepth) {
       const bool last = first + kDepth == kPasses;
@@ -120,9 +260,9 @@ class RowStream {
           here[i] = take(begin + i, x[i]);
           load(begin + i, ahead + begin + i, places);
         }
-        if (normalises) normalise(x, here, eps);
+        if (normalises) normalise_rows(x, here, channels_, eps);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) store(operand, first + begin + i, x[i], keep);
+        for (int i = 0; i < kTogether; ++i) store(operand, first + begin + i, x[i]);
       }
     }
   }
@@ -139,95 +279,34 @@ class RowStream {
     const bool here = place >= 0 && channel_ < channels_;
     here_[at] = here;
     const std::int64_t offset = here ? std::int64_t{place} + channel_ / 8 : 0;
-    const auto* from = static_cast<const uint4*>(pairs_.data) + offset * kWords;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) raw_[at][i] = from[i];
+    const auto* from = static_cast<const uint4*>(pairs_.data) + 2 * offset;
+    raw_[at][0] = from[0], raw_[at][1] = from[1];
   }
 
-  // Rows of a pass lie as those of every other, eight lines further: pieces have the same order.
-  template <class Keep>
-  __device__ __forceinline__ void store(unsigned char* operand, int pass, const float (&x)[8],
-                                        Keep keep) const {
-    constexpr float kTimes = is_scaled(mode) ? 1 << kNormalisedExponent : 1;
-    std::uint32_t word[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      word[k] = pack_16<mode>(x[2 * k] * kTimes, x[2 * k + 1] * kTimes);
-    }
+  __device__ __forceinline__ void store(unsigned char* operand, int pass,
+                                        const float (&x)[8]) const {
     if (channel_ >= rounded_up(channels_, kInner)) return;
-    unsigned char* to = operand + channel_ / kInner * (kRows * kLineBytes) +
-                        pass * (8 * kLineBytes) + sm80::split_offset(row_, channel_ / 8 % 8);
-    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-    keep(pass * 8 + row_, channel_, word);
+    *reinterpret_cast<uint4*>(operand + row_piece<kRows>(row_, channel_) + pass * kPassBytes) =
+        pack_row<mode>(x);
   }
 
   __device__ __forceinline__ bool take(int at, float (&x)[8]) const {
     const bool here = here_[at];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const std::uint32_t word[4] = {raw_[at][i].x, raw_[at][i].y, raw_[at][i].z, raw_[at][i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const std::uint32_t one = here ? word[k] : 0u;
-        if (wide) {
-          x[(i * 4 + k) % 8] = __uint_as_float(one);
-        } else {
-          const float2 two = unpack_16<mode>(one);
-          x[2 * k] = two.x, x[2 * k + 1] = two.y;
-        }
-      }
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] = here ? __uint_as_float(raw_[at][i].x) : 0.0f;
+      x[4 * i + 1] = here ? __uint_as_float(raw_[at][i].y) : 0.0f;
+      x[4 * i + 2] = here ? __uint_as_float(raw_[at][i].z) : 0.0f;
+      x[4 * i + 3] = here ? __uint_as_float(raw_[at][i].w) : 0.0f;
     }
     return here;
   }
-
-  // To mean 0 and variance 1 over the channels, of 16 lanes.
-  __device__ __forceinline__ void normalise(float (&x)[kTogether][8], const bool (&here)[kTogether],
-                                            float eps) const {
-    const float inverse = 1.0f / static_cast<float>(channels_);
-    float sum[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      sum[i] = 0.0f;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) sum[i] += x[i][k];
-    }
-    over_row(sum);
-    float squares[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float mean = here[i] ? sum[i] * inverse : 0.0f;
-      squares[i] = 0.0f;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        x[i][k] -= mean;
-        squares[i] = fmaf(x[i][k], x[i][k], squares[i]);
-      }
-    }
-    over_row(squares);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      // With eps = 0 a row of equal numbers is NaN, as in PyTorch; padding is not.
-      const float scale = here[i] ? rsqrtf(squares[i] * inverse + eps) : 0.0f;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) x[i][k] *= scale;
-    }
-  }
-
-  static __device__ __forceinline__ void over_row(float (&x)[kTogether]) {
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) x[i] += __shfl_xor_sync(0xffffffff, x[i], offset);
-    }
-  }
-
-  static constexpr int kWords = wide ? 2 : 1;
 
   const Pairs& pairs_;
   int channels_;
   int row_, channel_, lane_;
   int now_ = -1, next_ = -1;
-  uint4 raw_[kDepth][kWords];
+  uint4 raw_[kDepth][2];
   bool here_[kDepth];
 };
 
@@ -239,8 +318,8 @@ Strides in_planes(Strides strides, bool turned) {
   return strides;
 }
 
-// Whether RowStream takes the tensor: rows begin at multiples of 16 bytes and of eight numbers, and
-// 32 bits count the eights; fp32 or the mode's 16 bits.
+// Whether RowCopies or RowStream take the tensor: rows begin at multiples of 16 bytes and of eight
+// numbers, and 32 bits count the eights; fp32 or the mode's 16 bits.
 inline bool is_walkable(const Pairs& pairs, const Sizes& sizes, Mode mode) {
   const std::int64_t strides = pairs.batch_stride | pairs.i_stride | pairs.j_stride;
   const std::int64_t last =
@@ -250,20 +329,6 @@ inline bool is_walkable(const Pairs& pairs, const Sizes& sizes, Mode mode) {
          sizes.channels % 8 == 0 && last / 8 < std::numeric_limits<int>::max() - kMostChannels &&
          pairs.batch_stride >= 0 && pairs.i_stride >= 0 && pairs.j_stride >= 0;
 }
-
-// One lane arrives for its warp, for speed. A race checker does not see that the others meet it
-// before; for its sake every thread can arrive.
-struct WarpArrivals {
-  bool every_thread;
-
-  __device__ __forceinline__ int of(int threads) const {
-    return every_thread ? threads : threads / 32;
-  }
-  __device__ __forceinline__ void arrive(std::uint64_t* barrier, int thread) const {
-    __syncwarp();
-    if (thread % 32 == 0 || every_thread) sm80::mbarrier_arrive(barrier);
-  }
-};
 
 // d = a * b over one block or two of 64 of the inner axis; the distances of blocks are in bytes.
 // Returns when the product is there.
