@@ -29,39 +29,37 @@ __device__ __forceinline__ void find_statistics(const unsigned char* tile, int f
   for (int odd = 0; odd < 2; ++odd) {
     lines[odd] = tile + sm80::split_offset(quarter * 2 + odd, first / 8 + two / 4) + two % 4 * 4;
   }
+  // Distances from the first number, as in normalise_rows().
+  const auto* channel_0 = reinterpret_cast<const std::uint32_t*>(
+      tile + sm80::split_offset(0, first / 8 + two / 4) + two % 4 * 4);
+  const float2 pivot = sm80::unpack_bf16(*channel_0);
   constexpr int kMost = kResidentChannels / 4;
   const int count = whole ? kMost : rounded_up(hidden, kInner) / 4;
-  std::uint32_t word[kMost];
-  float2 sum = make_float2(0.0f, 0.0f);
+  float2 sum = make_float2(0.0f, 0.0f), squares = make_float2(0.0f, 0.0f);
 #pragma unroll
   for (int k = 0; k < kMost; ++k) {
+    if (!whole && k >= count) break;
     const auto* at = reinterpret_cast<const std::uint32_t*>(lines[k % 2] + k / 2 * 8 * kLineBytes);
-    word[k] = whole || k < count ? *at : 0u;
-    const float2 x = sm80::unpack_bf16(word[k]);
-    sum.x += x.x, sum.y += x.y;
-  }
-  const auto over_quarters = [](float2 x) {
-#pragma unroll
-    for (int offset = 8; offset < 32; offset *= 2) {
-      x.x += __shfl_xor_sync(0xffffffff, x.x, offset);
-      x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
-    }
-    return x;
-  };
-  const float inverse = 1.0f / static_cast<float>(hidden);
-  sum = over_quarters(sum);
-  const float2 mean = make_float2(sum.x * inverse, sum.y * inverse);
-  float2 squares = make_float2(0.0f, 0.0f);
-#pragma unroll
-  for (int k = 0; k < kMost; ++k) {
     const bool exists = whole || k / 2 * 8 + quarter * 2 + k % 2 < hidden;
-    const float2 x = sm80::unpack_bf16(word[k]);
-    const float dx = exists ? x.x - mean.x : 0.0f, dy = exists ? x.y - mean.y : 0.0f;
+    const float2 x = sm80::unpack_bf16(*at);
+    const float dx = exists ? x.x - pivot.x : 0.0f, dy = exists ? x.y - pivot.y : 0.0f;
+    sum.x += dx, sum.y += dy;
     squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
   }
-  squares = over_quarters(squares);
-  const RowStatistics even = {rsqrtf(squares.x * inverse + eps), mean.x};
-  const RowStatistics odd = {rsqrtf(squares.y * inverse + eps), mean.y};
+#pragma unroll
+  for (int offset = 8; offset < 32; offset *= 2) {
+    sum.x += __shfl_xor_sync(0xffffffff, sum.x, offset);
+    sum.y += __shfl_xor_sync(0xffffffff, sum.y, offset);
+    squares.x += __shfl_xor_sync(0xffffffff, squares.x, offset);
+    squares.y += __shfl_xor_sync(0xffffffff, squares.y, offset);
+  }
+  const float inverse = 1.0f / static_cast<float>(hidden);
+  const auto statistics = [&](float sum, float square, float pivot) {
+    const float mean = sum * inverse;
+    return RowStatistics{rsqrtf(variance_of(mean, square * inverse) + eps), pivot + mean};
+  };
+  const RowStatistics even = statistics(sum.x, squares.x, pivot.x);
+  const RowStatistics odd = statistics(sum.y, squares.y, pivot.y);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto get = [&](float x, float y) {
@@ -89,7 +87,7 @@ struct OutputResident {
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes;  // and 64 of the inner axis
   static constexpr int kResultTiles = 4;  // column tiles that are stored together
   static constexpr int kResultBytes = kResultTiles * 16;
-  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 64>;
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 72>;
 
   struct alignas(1024) Shared {
     unsigned char gate[kBlocks * kBlocks * kPieceBytes];
@@ -236,7 +234,9 @@ struct OutputResident {
 
   // A warpgroup takes 64 channels of every tile, or of every second or fourth.
   __device__ __forceinline__ void consume(int thread) const {
-    const int piece = thread / 128 % pieces();
+    // The same for a warp, as the compiler does not see by itself.
+    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
+    const int piece = group % pieces();
     const int turns = kConsumers / 128 / pieces();
     sm80::mbarrier_wait(&shared.loaded, 0);
     sm80::RingSlot<kStages> slot;
@@ -244,7 +244,7 @@ struct OutputResident {
     const auto skip = [&](int tiles) {
       for (int i = 0; i < tiles; ++i) slot.advance(), place.advance();
     };
-    const int turn = thread / 128 / pieces();
+    const int turn = group / pieces();
     skip(turn);
     for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles(); tile += turns * gridDim.x) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);

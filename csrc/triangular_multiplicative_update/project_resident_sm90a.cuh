@@ -168,7 +168,8 @@ struct ProjectResident {
 
   __device__ __forceinline__ void consume(int thread) const {
     sm80::griddepcontrol_wait();
-    const int group = thread / 128;
+    // The same for a warp, as the compiler does not see by itself.
+    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
     // Half pieces group, group + 4, ...: of a and b, or of both planes' first and second pieces.
     static_assert(kBlocks == 2);
     const Channel first = channel_of(group / 2, group % 2, thread);
