@@ -34,6 +34,7 @@ CASES = [
     ("fp16", False, (1, 7, 100, 33, 3)),
 ]
 EVERY_CASE = pytest.mark.parametrize("mode,hopper,shape", CASES, ids=str)
+RESIDENT_BLOCKS = 3
 
 
 class Problem:
@@ -221,15 +222,21 @@ def test_output_backward(mode, hopper, shape):
     problem = Problem(mode, shape, hopper=hopper, gate_normalized=shape[1] == 3)
     stored, o = o_of(problem)
     grad = torch.randn(problem.pair.shape).to(problem.dtype)
-    settings = {"out_grad_type": TYPE[problem.dtype]}
-    got = problem.run("output_backward", {"o": stored, "out_grad": grad}, **settings)
+    resident = RESIDENT_BLOCKS if mode == "bf16" and hopper else 0
+    settings = {"out_grad_type": TYPE[problem.dtype], "resident_blocks": resident}
+    got = problem.run(
+        "output_backward", {"o": stored, "out_grad": grad}, keeps_gate_input=True, **settings
+    )
     gate, projected, normalised = output_exact(problem, o)
     d = grad.double() * gate
     exact = {
         "out_proj_grad": d,
         "gate_grad": d * projected * (1 - gate),
         "normalised": normalised,
+        "gate_input": problem.pair.double(),
     }
+    if problem.gate_normalized:
+        exact["gate_input"] = problem.normalised(exact["gate_input"])
     loose = 3 if shape[3] < 9 else 1
     for name, value in exact.items():
         columns = value.shape[-1]
@@ -251,7 +258,11 @@ def test_projections_backward(mode, hopper, shape):
     for plane in "ab":
         d = torch.randn(problem.hidden, problem.batch, problem.n, problem.n)
         grads[plane] = problem.pad(d.double(), wide)
-    got = problem.run("project_backward", {"da": grads["a"], "db": grads["b"]})
+    resident = RESIDENT_BLOCKS if mode == "bf16" and hopper else 0
+    inputs = {"da": grads["a"], "db": grads["b"]}
+    got = problem.run("project_backward", inputs, resident_blocks=resident)
+    if resident:
+        got["grad"] = got["grad"].view(problem.dtype).view(4 * problem.hidden, -1).t().contiguous()
     matrix = problem.matrix(got["grad"], 4 * problem.hidden)
     exact = []
     for plane in "ab":
@@ -280,6 +291,27 @@ def test_backward_of_some_pairs():
     part = problem.run("project_backward", inputs, first_pair=64, count=96)
     rows = whole["grad"].view(torch.int16).view(-1, 256)[64:160]
     assert torch.equal(rows, part["grad"].view(torch.int16).view(96, 256))
+
+
+@pytest.mark.parametrize("gate_normalized", [False, True])
+def test_backward_of_some_pairs_by_blocks_that_stay(gate_normalized):
+    shape = (2, 20, 128, 128, 0)
+    problem = Problem("bf16", shape, hopper=True, gate_normalized=gate_normalized)
+    planes = [problem.pad(torch.randn(128, 2, 20, 20).double(), torch.bfloat16) for _ in "ab"]
+    inputs = {"da": planes[0], "db": planes[1]}
+    settings = {"resident_blocks": RESIDENT_BLOCKS}
+    whole = problem.run("project_backward", inputs, **settings)
+    part = problem.run("project_backward", inputs, first_pair=480, count=480, **settings)
+    grad = whole["grad"].view(torch.int16).view(512, -1)[:, 480:]
+    assert torch.equal(grad, part["grad"].view(torch.int16).view(512, 480))
+    stored, _ = o_of(problem)
+    inputs = {"o": stored, "out_grad": torch.randn(problem.pair.shape).bfloat16()}
+    settings |= {"out_grad_type": TYPE[torch.bfloat16], "keeps_gate_input": 1}
+    whole = problem.run("output_backward", inputs, **settings)
+    part = problem.run("output_backward", inputs, first_pair=480, count=480, **settings)
+    for name in ("out_proj_grad", "gate_grad", "normalised", "gate_input"):
+        rows = whole[name].view(torch.int16).view(-1, 128)[480:]
+        assert torch.equal(rows, part[name].view(torch.int16).view(-1, 128)), name
 
 
 def test_nan_flows():

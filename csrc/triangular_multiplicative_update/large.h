@@ -2,6 +2,8 @@
 // The kernels for large problems: their launchers' arguments. Plain data.
 #pragma once
 
+#include <limits>
+
 #include "triangular_multiplicative_update/config.h"
 #include "triangular_multiplicative_update/packed.h"
 
@@ -24,6 +26,25 @@ constexpr bool needs_largest(const Mask& mask, Mode mode) {
 void pack_sm80(const PackProblem& problem, CUstream_st* stream);
 
 // The launchers for sm_90a take the tile of 128 rows alone.
+
+// The type of a mode's results and of the matrices of its backward.
+constexpr DType type_of(Mode mode) {
+  return mode == Mode::kBFloat16  ? DType::kBFloat16
+         : mode == Mode::kFloat16 ? DType::kFloat16
+                                  : DType::kFloat32;
+}
+
+// Whether the kernels of resident_sm90a.cuh take the tensor: rows begin at multiples of 16 bytes
+// and of eight numbers, and 32 bits count the eights; fp32 or the mode's 16 bits.
+inline bool is_walkable(const Pairs& pairs, const Sizes& sizes, Mode mode) {
+  const std::int64_t strides = pairs.batch_stride | pairs.i_stride | pairs.j_stride;
+  const std::int64_t last =
+      (sizes.batch - 1) * pairs.batch_stride + (sizes.n - 1) * (pairs.i_stride + pairs.j_stride);
+  return (pairs.type == DType::kFloat32 || pairs.type == type_of(mode)) &&
+         reinterpret_cast<std::uintptr_t>(pairs.data) % 16 == 0 && strides % 8 == 0 &&
+         sizes.channels % 8 == 0 && last / 8 < std::numeric_limits<int>::max() - kMostChannels &&
+         pairs.batch_stride >= 0 && pairs.i_stride >= 0 && pairs.j_stride >= 0;
+}
 
 // LayerNorm, the four input projections, gates and mask. Channels first_block * 64 on, `blocks` *
 // 64 of them (fewer at the end), into planes that begin with the first of these.
@@ -68,7 +89,15 @@ struct ProjectBackwardProblem {
   void* grad = nullptr;        // (count, 4 * hidden): of proj_a, gate_a, proj_b, gate_b before bias
   void* normalised = nullptr;  // (count, channels)
   float* sums = nullptr;       // (row_blocks(), 4 * hidden): column sums of grad
+  // On Hopper, where resident_backward(): as many blocks. Then grad is (4 * hidden, count), and
+  // each block has its row of sums.
+  int resident_blocks = 0;
 };
+
+// Whether the backward has kernels that stay on a multiprocessor, given those for 128 rows.
+inline bool resident_backward(const Pairs& pair, const Sizes& sizes, Mode mode) {
+  return mode == Mode::kBFloat16 && pair.type == DType::kBFloat16 && is_walkable(pair, sizes, mode);
+}
 
 constexpr std::int64_t row_blocks(int tile, std::int64_t count) {
   return ceil_div(count, kTiles[tile].rows);
@@ -113,16 +142,11 @@ struct OutputBackwardProblem {
   void* normalised = nullptr;     // (count, hidden): o normalised
   void* gate_input = nullptr;     // (count, channels), or null: what the gate has read
   float* sums = nullptr;          // (row_blocks(), 2 * channels): column sums of the first two
+  // As in ProjectBackwardProblem; out_grad is_walkable() and bf16.
+  int resident_blocks = 0;
 };
 
 void output_backward_sm80(const OutputBackwardProblem& problem, CUstream_st* stream);
 void output_backward_sm90a(const OutputBackwardProblem& problem, CUstream_st* stream);
-
-// The type of a mode's results and of the matrices of its backward.
-constexpr DType type_of(Mode mode) {
-  return mode == Mode::kBFloat16  ? DType::kBFloat16
-         : mode == Mode::kFloat16 ? DType::kFloat16
-                                  : DType::kFloat32;
-}
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -6,72 +6,9 @@
 // The product is exact but for fp32's sums, so this loses nothing that bf16 could hold.
 #pragma once
 
-#include "triangular_multiplicative_update/output_sm80.cuh"
-#include "triangular_multiplicative_update/resident_sm90a.cuh"
+#include "triangular_multiplicative_update/output_tile_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
-
-// Of a row of o: 1 / deviation, and mean / deviation.
-struct RowStatistics {
-  float scale, shift;
-};
-
-// Of a tile of o, a line of 64 pairs for each channel, the statistics of a warp's 16 pairs from
-// `first` on: those of lane / 4, and eight further.
-template <bool whole>
-__device__ __forceinline__ void find_statistics(const unsigned char* tile, int first, int hidden,
-                                                float eps, int lane, RowStatistics (&of)[2]) {
-  // A lane has two pairs and a quarter of their channels. Quarters read lines that differ modulo 8
-  // by two, so that their banks do not meet.
-  const int two = lane % 8, quarter = lane / 8;
-  const unsigned char* lines[2];
-#pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    lines[odd] = tile + sm80::split_offset(quarter * 2 + odd, first / 8 + two / 4) + two % 4 * 4;
-  }
-  // Distances from the first number, as in normalise_rows().
-  const auto* channel_0 = reinterpret_cast<const std::uint32_t*>(
-      tile + sm80::split_offset(0, first / 8 + two / 4) + two % 4 * 4);
-  const float2 pivot = sm80::unpack_bf16(*channel_0);
-  constexpr int kMost = kResidentChannels / 4;
-  const int count = whole ? kMost : rounded_up(hidden, kInner) / 4;
-  float2 sum = make_float2(0.0f, 0.0f), squares = make_float2(0.0f, 0.0f);
-#pragma unroll
-  for (int k = 0; k < kMost; ++k) {
-    if (!whole && k >= count) break;
-    const auto* at = reinterpret_cast<const std::uint32_t*>(lines[k % 2] + k / 2 * 8 * kLineBytes);
-    const bool exists = whole || k / 2 * 8 + quarter * 2 + k % 2 < hidden;
-    const float2 x = sm80::unpack_bf16(*at);
-    const float dx = exists ? x.x - pivot.x : 0.0f, dy = exists ? x.y - pivot.y : 0.0f;
-    sum.x += dx, sum.y += dy;
-    squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
-  }
-#pragma unroll
-  for (int offset = 8; offset < 32; offset *= 2) {
-    sum.x += __shfl_xor_sync(0xffffffff, sum.x, offset);
-    sum.y += __shfl_xor_sync(0xffffffff, sum.y, offset);
-    squares.x += __shfl_xor_sync(0xffffffff, squares.x, offset);
-    squares.y += __shfl_xor_sync(0xffffffff, squares.y, offset);
-  }
-  const float inverse = 1.0f / static_cast<float>(hidden);
-  const auto statistics = [&](float sum, float square, float pivot) {
-    const float mean = sum * inverse;
-    return RowStatistics{rsqrtf(variance_of(mean, square * inverse) + eps), pivot + mean};
-  };
-  const RowStatistics even = statistics(sum.x, squares.x, pivot.x);
-  const RowStatistics odd = statistics(sum.y, squares.y, pivot.y);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const auto get = [&](float x, float y) {
-      const int from = half * 4 + lane / 8;
-      const float low = __shfl_sync(0xffffffff, x, from);
-      const float high = __shfl_sync(0xffffffff, y, from);
-      return lane / 4 % 2 == 0 ? low : high;
-    };
-    of[half].scale = get(even.scale, odd.scale);
-    of[half].shift = get(even.shift, odd.shift) * of[half].scale;
-  }
-}
 
 // `wide`: the pair representation is fp32, else bf16.
 template <bool wide>
@@ -95,9 +32,7 @@ struct OutputResident {
     unsigned char pair[kStages][kBlocks * kRows * kLineBytes];
     unsigned char o[kStages][kResidentChannels * kLineBytes];   // a line of 64 pairs a channel
     unsigned char results[kConsumers / 32][16 * kResultBytes];  // of a warp's 16 pairs
-    // Of two channels: biases of the gate (scaled) and of the projection; sums of weights.
-    float4 bias[kResidentChannels / 2];
-    float2 sum[kResidentChannels / 2];
+    OutputVectors vectors;
     std::int64_t row[kPlaceStages][kRows];  // of the result; -1: nowhere
     std::uint64_t loaded;                   // the weights are there
     std::uint64_t full[kStages];            // a stage may be read
@@ -120,7 +55,7 @@ struct OutputResident {
       }
       sm90a::fence_async();
     }
-    kernel.keep_vectors(thread);
+    shared.vectors.keep(params, thread);
     __syncthreads();
     if (thread < kProducers) {
       if (!wide) sm90a::give_registers<Registers::kGivers>();
@@ -135,31 +70,8 @@ struct OutputResident {
   __device__ __forceinline__ int tiles() const {
     return static_cast<int>(ceil_div(p.count, kRows));
   }
-  __device__ __forceinline__ const float* floats(std::int64_t offset) const {
-    return reinterpret_cast<const float*>(p.workspace + offset);
-  }
-
-  __device__ __forceinline__ void keep_vectors(int thread) const {
-    const int at = 2 * thread;
-    if (at >= pieces() * kPieceChannels) return;
-    const float* gate = floats(p.packed.gate_bias) + at;
-    const float* out = floats(p.packed.out_bias) + at;
-    const float* sum = floats(p.packed.out_sum) + at;
-    constexpr float kScale = kGateScale<kMode>;
-    shared.bias[thread] = make_float4(kScale * gate[0], kScale * gate[1], out[0], out[1]);
-    shared.sum[thread] = make_float2(sum[0], sum[1]);
-  }
-
-  __device__ __forceinline__ void load_weights() const {
-    const int gate = pieces() * p.packed.channel_blocks * kPieceBytes;
-    const int out = pieces() * p.packed.hidden_blocks * kPieceBytes;
-    sm90a::mbarrier_arrive_expect(&shared.loaded, gate + out);
-    sm90a::bulk_copy(shared.gate, p.workspace + p.packed.gate, gate, &shared.loaded);
-    sm90a::bulk_copy(shared.out, p.workspace + p.packed.out, out, &shared.loaded);
-  }
-
   __device__ __forceinline__ void produce(int thread) const {
-    if (thread == 0) load_weights();
+    if (thread == 0) load_output_weights(p, shared.gate, shared.out, &shared.loaded);
     using Copies = RowCopies<kMode, kRows>;
     using Rows = std::conditional_t<wide, RowStream<kMode, kRows>, Copies>;
     sm80::RingSlot<kStages> slot, come;
@@ -175,7 +87,7 @@ struct OutputResident {
       if (tile < tiles()) {
         ++asked;
         sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
-        copy_o(shared.o[slot.stage], first, thread);
+        copy_plane(shared.o[slot.stage], p, first, thread);
         if constexpr (wide) {
           walk.advance(next);
           rows.advance(walk);
@@ -203,32 +115,13 @@ struct OutputResident {
       }
       // Rows of pairs that do not exist may become NaN: their results go nowhere.
       if constexpr (!wide) {
-        if (p.gate_normalized) rows.normalise(shared.pair[come.stage], p.eps, 0);
+        if (p.gate_normalized)
+          rows.normalise(shared.pair[come.stage], p.eps, 0, [](int, int, const uint4&) {});
       }
       sm90a::fence_async();
       sm80::warp_arrives(&shared.full[come.stage], thread, p.every_thread_arrives);
       come.advance();
       --asked;
-    }
-  }
-
-  // Channels up to a multiple of 64 and pairs behind the last one are zeros.
-  __device__ __forceinline__ void copy_o(unsigned char* tile, std::int64_t first,
-                                         int thread) const {
-    constexpr int kAtOnce = kProducers / 8;  // channels
-    const int piece = thread % 8, channel = thread / 8;
-    const std::int64_t pairs = p.sizes.pairs();
-    const bool here = first + piece * 8 < pairs;
-    const auto* plane = static_cast<const std::uint16_t*>(p.o);
-    const std::uint16_t* from = plane + channel * pairs + first + piece * 8;
-    unsigned char* to = tile + sm80::split_offset(channel, piece);
-    // A walk, for registers: the compiler would keep all the products.
-#pragma unroll 2
-    for (int i = channel; i < rounded_up(p.sizes.hidden, kInner); i += kAtOnce) {
-      const bool exists = here && i < p.sizes.hidden;
-      sm80::cp_async_16(to, exists ? from : plane, exists ? 16 : 0);
-      from += kAtOnce * pairs;
-      to += kAtOnce * kLineBytes;
     }
   }
 
@@ -290,7 +183,7 @@ struct OutputResident {
                                          const RowStatistics (&of)[2], int piece, int begin,
                                          int thread) const {
     const int lane = thread % 32;
-    const int channels = piece * (kPieceChannels / 2) + begin * 4 + lane % 4;
+    const int channel = piece * kPieceChannels + begin * 8 + lane % 4 * 2;
     unsigned char* line = shared.results[thread / 32] + lane % 16 * kResultBytes;
     const auto to = sm80::shared_address(line + (swizzled(lane / 16, lane % 16) << 4));
     __syncwarp();  // the results before have been read
@@ -299,15 +192,17 @@ struct OutputResident {
       std::uint32_t word[4];
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const float4 bias = shared.bias[channels + (j + x) * 4];
-        const float2 sum = shared.sum[channels + (j + x) * 4];
+        const OutputVectors::Two v = shared.vectors.of(channel + (j + x) * 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const RowStatistics& row = of[half];
-          const float* g = &gate[begin + j + x][2 * half];
-          const float* q = &projected[begin + j + x][2 * half];
-          word[2 * x + half] = pack_16<kMode>(value_of(g[0], q[0], row, bias.x, bias.z, sum.x),
-                                              value_of(g[1], q[1], row, bias.y, bias.w, sum.y));
+          float result[2];
+#pragma unroll
+          for (int y = 0; y < 2; ++y) {
+            result[y] = v.projected(projected[begin + j + x][2 * half + y], row, y) *
+                        v.gate(gate[begin + j + x][2 * half + y], y);
+          }
+          word[2 * x + half] = sm80::pack_bf16(result[0], result[1]);
         }
       }
       sm90a::stmatrix_x4(to ^ j << 4, word);
@@ -318,13 +213,6 @@ struct OutputResident {
   // Where in a line of results a piece of 16 bytes stands: eight lines, or two, do not meet.
   static __device__ __forceinline__ int swizzled(int piece, int row) {
     return piece ^ row / 2 % kResultTiles;
-  }
-
-  static __device__ __forceinline__ float value_of(float gate, float product,
-                                                   const RowStatistics& row, float gate_bias,
-                                                   float bias, float sum) {
-    const float projected = fmaf(product, row.scale, fmaf(-row.shift, sum, bias));
-    return projected * gate_sigmoid<kMode>(fmaf(gate, kGateScale<kMode>, gate_bias));
   }
 
   // The warp's 16 pairs, eight channels at a time.

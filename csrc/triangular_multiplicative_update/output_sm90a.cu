@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "triangular_multiplicative_update/output_backward_resident_sm90a.cuh"
 #include "triangular_multiplicative_update/output_launch.cuh"
-#include "triangular_multiplicative_update/output_resident_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
@@ -49,10 +49,18 @@ void output_sm90a(const OutputProblem& problem, CUstream_st* stream) {
 }
 
 void output_backward_sm90a(const OutputBackwardProblem& problem, CUstream_st* stream) {
+  constexpr const char* kWhat = "triangular_multiplicative_update: launching output_backward_sm90a";
+  const OutputParams params = params_of(problem);
+  if (problem.resident_blocks > 0) {
+    FO_CHECK_RUNTIME(is_walkable(problem.out_grad, problem.sizes, problem.mode) &&
+                         problem.out_grad.type == DType::kBFloat16,
+                     kWhat, ": out_grad must have aligned rows of bf16");
+    return launch(kWhat, output_backward_resident_kernel,
+                  static_cast<unsigned>(problem.resident_blocks), kResidentThreads,
+                  sizeof(OutputBackwardResident::Shared), stream, params);
+  }
   with_mode(problem.mode, [&](auto mode_of) {
-    launch_groups<decltype(mode_of)::kMode, true>(
-        "triangular_multiplicative_update: launching output_backward_sm90a", params_of(problem),
-        stream);
+    launch_groups<decltype(mode_of)::kMode, true>(kWhat, params, stream);
   });
 }
 

@@ -12,6 +12,82 @@
 
 namespace fused_ops::triangular_multiplicative_update {
 
+// What makes a product the argument of gate_sigmoid(), and another one the projection.
+struct ProjectChannel {
+  float gate_scale, gate_bias, scale, bias;
+};
+
+// The packed weights of the projections in shared memory, and who multiplies which: a warpgroup
+// takes 64 lines, half a piece, at a time; half pieces are counted through both planes.
+template <Mode mode>
+struct ResidentWeights {
+  static constexpr int kLines = 64;
+  static constexpr int kWarpChannels = 8;
+  static constexpr int kPieceBytes = kProjectLines * kLineBytes;  // and 64 of the inner axis
+  static constexpr int kBlocks = kResidentChannels / 64;
+  static constexpr int kBytes = 2 * kBlocks * kBlocks * kPieceBytes;
+
+  const ProjectParams& p;
+
+  __device__ __forceinline__ explicit ResidentWeights(const ProjectParams& params) : p(params) {}
+
+  // The warpgroup, the same for a warp, as the compiler does not see by itself.
+  static __device__ __forceinline__ int group(int thread) {
+    return __shfl_sync(0xffffffff, thread / 128, 0);
+  }
+
+  // One thread asks for all.
+  __device__ __forceinline__ void load(unsigned char* weights, std::uint64_t* loaded) const {
+    const int bytes = p.blocks * p.packed.channel_blocks * kPieceBytes;
+    sm90a::mbarrier_arrive_expect(loaded, 2 * bytes);
+    for (int plane = 0; plane < 2; ++plane) {
+      const std::int64_t block = plane * p.packed.hidden_blocks + p.first_block;
+      sm90a::bulk_copy(
+          weights + plane * bytes,
+          p.workspace + p.packed.project + block * p.packed.channel_blocks * kPieceBytes, bytes,
+          loaded);
+    }
+  }
+
+  // What a thread's channel in a half piece has.
+  __device__ __forceinline__ ProjectChannel channel_of(int half, int thread) const {
+    const auto floats = [&](std::int64_t offset) {
+      return reinterpret_cast<const float*>(p.workspace + offset);
+    };
+    const int piece = half / 2;
+    const int block = piece < p.blocks ? p.first_block + piece
+                                       : p.packed.hidden_blocks + p.first_block + piece - p.blocks;
+    const int gate =
+        block * kProjectLines + half % 2 * kLines + thread / 32 % 4 * 16 + thread % 32 / 4;
+    const int projection = gate + 8;
+    float plane_scale = 1.0f;
+    if (is_scaled(mode)) {
+      plane_scale = floats(p.packed.plane_scale)[block * kPieceChannels + half % 2 * (kLines / 2) +
+                                                 thread / 32 % 4 * kWarpChannels + thread % 32 / 4];
+    }
+    ProjectChannel c;
+    c.gate_scale = kGateScale<mode> * floats(p.packed.project_undo)[gate];
+    c.gate_bias = kGateScale<mode> * floats(p.packed.project_bias)[gate];
+    c.scale = floats(p.packed.project_undo)[projection] * plane_scale;
+    c.bias = floats(p.packed.project_bias)[projection] * plane_scale;
+    return c;
+  }
+
+  // A half piece times the rows of a tile, turned: a thread's results are of pairs 2 * (lane % 4)
+  // and the next of each eight, two of its channel's gate and two of its projection.
+  template <int kRows>
+  __device__ __forceinline__ void multiply(float (&total)[kRows / 8][4],
+                                           const unsigned char* weights, int half,
+                                           const unsigned char* rows) const {
+    const int blocks = p.packed.channel_blocks;
+    const unsigned char* lines =
+        weights + half / 2 * blocks * kPieceBytes + half % 2 * (kLines * kLineBytes);
+    multiply_blocks<mode, false>(total, sm90a::matrix_descriptor(sm80::shared_address(lines)),
+                                 kPieceBytes, sm90a::matrix_descriptor(sm80::shared_address(rows)),
+                                 kRows * kLineBytes, blocks);
+  }
+};
+
 // `wide`: the pair representation is fp32, else of the mode's 16 bits.
 template <Mode mode, bool wide>
 struct ProjectResident {
@@ -20,27 +96,19 @@ struct ProjectResident {
   static constexpr int kStages = 2;
   // Factors are read after their tile's rows have been given back, but before the next tile's are.
   static constexpr int kFactors = 2 * kStages;
-  static constexpr int kLines = 64;  // of weights in a product: half a piece
-  static constexpr int kWarpChannels = 8;
-  static constexpr int kPlaneBytes = kRows * 2;                   // of a tile's channel
-  static constexpr int kPieceBytes = kProjectLines * kLineBytes;  // and 64 of the inner axis
-  static constexpr int kBlocks = kResidentChannels / 64;
-
-  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 64>;
+  using Weights = ResidentWeights<mode>;
+  static constexpr int kWarpChannels = Weights::kWarpChannels;
+  static constexpr int kPlaneBytes = kRows * 2;  // of a tile's channel
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 72>;
 
   struct alignas(1024) Shared {
-    unsigned char weights[2 * kBlocks * kBlocks * kPieceBytes];
-    unsigned char rows[kStages][kBlocks * kRows * kLineBytes];
+    unsigned char weights[Weights::kBytes];
+    unsigned char rows[kStages][2 * kRows * kLineBytes];
     unsigned char turned[kConsumers / 32][kWarpChannels * kPlaneBytes];
     float inverse[kFactors][kRows];  // one over the mask's factor
     std::uint64_t loaded;            // the weights are there
     std::uint64_t full[kStages];     // rows and factors of a stage may be read
     std::uint64_t empty[kStages];    // its rows may be written
-  };
-
-  // What makes a product the argument of gate_sigmoid(), and another one the projection.
-  struct Channel {
-    float gate_scale, gate_bias, scale, bias;
   };
 
   const ProjectParams& p;
@@ -86,7 +154,7 @@ struct ProjectResident {
     Rows rows(p.pair, p.sizes, thread);
     if constexpr (wide) rows.start(walk);
     sm80::griddepcontrol_wait();  // up to here nothing packed was read
-    if (thread == 0) load_weights();
+    if (thread == 0) Weights(p).load(shared.weights, &shared.loaded);
     const float mask_scale = is_scaled(mode) ? scale_mask(thread) : 1.0f;
     sm80::RingSlot<kStages> slot;
     sm80::RingSlot<kFactors> factor;
@@ -105,24 +173,12 @@ struct ProjectResident {
         rows.tile(operand, true, p.eps);
       } else {
         sm80::cp_async_wait<0>();
-        rows.normalise(operand, p.eps, places);
+        rows.normalise(operand, p.eps, places, [](int, int, const uint4&) {});
       }
       sm90a::fence_async();
       sm80::warp_arrives(&shared.full[slot.stage], thread, p.every_thread_arrives);
       slot.advance();
       factor.advance();
-    }
-  }
-
-  __device__ __forceinline__ void load_weights() const {
-    const int bytes = p.blocks * p.packed.channel_blocks * kPieceBytes;
-    sm90a::mbarrier_arrive_expect(&shared.loaded, 2 * bytes);
-    for (int plane = 0; plane < 2; ++plane) {
-      const std::int64_t block = plane * p.packed.hidden_blocks + p.first_block;
-      sm90a::bulk_copy(
-          shared.weights + plane * bytes,
-          p.workspace + p.packed.project + block * p.packed.channel_blocks * kPieceBytes, bytes,
-          &shared.loaded);
     }
   }
 
@@ -147,33 +203,13 @@ struct ProjectResident {
     return two_to(exponent);
   }
 
-  // Of the piece (128 lines) and its half, which a warpgroup multiplies.
-  __device__ __forceinline__ Channel channel_of(int piece, int half, int thread) const {
-    const int block = piece < p.blocks ? p.first_block + piece
-                                       : p.packed.hidden_blocks + p.first_block + piece - p.blocks;
-    const int gate = block * kProjectLines + half * kLines + thread / 32 % 4 * 16 + thread % 32 / 4;
-    const int projection = gate + 8;
-    float plane_scale = 1.0f;
-    if (is_scaled(mode)) {
-      plane_scale = floats(p.packed.plane_scale)[block * kPieceChannels + half * (kLines / 2) +
-                                                 thread / 32 % 4 * kWarpChannels + thread % 32 / 4];
-    }
-    Channel c;
-    c.gate_scale = kGateScale<mode> * floats(p.packed.project_undo)[gate];
-    c.gate_bias = kGateScale<mode> * floats(p.packed.project_bias)[gate];
-    c.scale = floats(p.packed.project_undo)[projection] * plane_scale;
-    c.bias = floats(p.packed.project_bias)[projection] * plane_scale;
-    return c;
-  }
-
   __device__ __forceinline__ void consume(int thread) const {
     sm80::griddepcontrol_wait();
-    // The same for a warp, as the compiler does not see by itself.
-    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
-    // Half pieces group, group + 4, ...: of a and b, or of both planes' first and second pieces.
-    static_assert(kBlocks == 2);
-    const Channel first = channel_of(group / 2, group % 2, thread);
-    const Channel second = p.blocks > 1 ? channel_of(group / 2 + 2, group % 2, thread) : first;
+    const Weights weights(p);
+    const int group = Weights::group(thread);
+    static_assert(Weights::kBlocks == 2);
+    const ProjectChannel first = weights.channel_of(group, thread);
+    const ProjectChannel second = p.blocks > 1 ? weights.channel_of(group + 4, thread) : first;
     sm80::mbarrier_wait(&shared.loaded, 0);
     sm80::RingSlot<kStages> slot;
     sm80::RingSlot<kFactors> factor;
@@ -181,38 +217,27 @@ struct ProjectResident {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
 #pragma unroll 1
       for (int i = 0; i < p.blocks; ++i) {
-        const int piece = (group + 4 * i) / 2, half = group % 2;
+        const int half = group + 4 * i;
         float total[kTiles][4];
-        multiply(total, piece, half, slot.stage);
+        weights.template multiply<kRows>(total, shared.weights, half, shared.rows[slot.stage]);
         if (i + 1 == p.blocks) {
           sm80::warp_arrives(&shared.empty[slot.stage], thread, p.every_thread_arrives);
         }
-        const Channel channel = {i == 0 ? first.gate_scale : second.gate_scale,
-                                 i == 0 ? first.gate_bias : second.gate_bias,
-                                 i == 0 ? first.scale : second.scale,
-                                 i == 0 ? first.bias : second.bias};
+        const ProjectChannel channel = {i == 0 ? first.gate_scale : second.gate_scale,
+                                        i == 0 ? first.gate_bias : second.gate_bias,
+                                        i == 0 ? first.scale : second.scale,
+                                        i == 0 ? first.bias : second.bias};
         turn(total, channel, factor.stage, thread);
-        store(piece, half, p.first_pair + std::int64_t{tile} * kRows, sm80::opaque(thread));
+        store(half, p.first_pair + std::int64_t{tile} * kRows, sm80::opaque(thread));
       }
       slot.advance();
       factor.advance();
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&total)[kTiles][4], int piece, int half,
-                                           int stage) const {
-    const int blocks = p.packed.channel_blocks;
-    const unsigned char* weights =
-        shared.weights + piece * blocks * kPieceBytes + half * (kLines * kLineBytes);
-    multiply_blocks<mode, false>(total, sm90a::matrix_descriptor(sm80::shared_address(weights)),
-                                 kPieceBytes,
-                                 sm90a::matrix_descriptor(sm80::shared_address(shared.rows[stage])),
-                                 kRows * kLineBytes, blocks);
-  }
-
   // Gates and mask; into the warp's shared memory, channel by channel.
-  __device__ __forceinline__ void turn(const float (&total)[kTiles][4], const Channel& c, int stage,
-                                       int thread) const {
+  __device__ __forceinline__ void turn(const float (&total)[kTiles][4], const ProjectChannel& c,
+                                       int stage, int thread) const {
     const int lane = thread % 32;
     unsigned char* line = shared.turned[thread / 32] + lane % 8 * kPlaneBytes;
     const auto to = sm80::shared_address(line + ((lane / 8 ^ lane % 8) << 4));
@@ -233,20 +258,20 @@ struct ProjectResident {
     __syncwarp();
   }
 
-  static __device__ __forceinline__ float value_of(float gate, float projection, const Channel& c,
-                                                   float inverse) {
+  static __device__ __forceinline__ float value_of(float gate, float projection,
+                                                   const ProjectChannel& c, float inverse) {
     return fmaf(projection, c.scale, c.bias) *
            gate_sigmoid<mode>(fmaf(gate, c.gate_scale, c.gate_bias), inverse);
   }
 
   // The warp's eight channels, eight pairs at a time.
-  __device__ __forceinline__ void store(int piece, int half, std::int64_t first, int thread) const {
+  __device__ __forceinline__ void store(int half, std::int64_t first, int thread) const {
     constexpr int kEights = kRows / 8;
     constexpr int kAtOnce = 32 / kEights;  // channels
     const int lane = thread % 32;
     const int eight = lane % kEights;
-    const int plane = piece >= p.blocks;
-    const int channel = (piece - plane * p.blocks) * kPieceChannels + half * (kLines / 2) +
+    const int plane = half >= 2 * p.blocks;
+    const int channel = (half - plane * 2 * p.blocks) * (kPieceChannels / 2) +
                         thread / 32 % 4 * kWarpChannels + lane / kEights;
     const std::int64_t pairs = p.sizes.pairs();
     const std::int64_t pair = first + eight * 8;

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "triangular_multiplicative_update/project_backward_resident_sm90a.cuh"
 #include "triangular_multiplicative_update/project_launch.cuh"
-#include "triangular_multiplicative_update/project_resident_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
@@ -63,6 +63,14 @@ void project_sm90a(const ProjectProblem& problem, CUstream_st* stream) {
 }
 
 void project_backward_sm90a(const ProjectBackwardProblem& problem, CUstream_st* stream) {
+  if (problem.resident_blocks > 0) {
+    ProjectParams params = params_of(problem);
+    params.pair = in_planes(params.pair, params.turned);
+    params.mask = in_planes(params.mask, params.turned);
+    return launch("triangular_multiplicative_update: launching project_backward_sm90a",
+                  project_backward_resident_kernel, static_cast<unsigned>(problem.resident_blocks),
+                  kResidentThreads, sizeof(ProjectBackwardResident::Shared), stream, params);
+  }
   launch_backward(problem.mode, params_of(problem), stream);
 }
 

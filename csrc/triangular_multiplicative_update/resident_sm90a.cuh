@@ -4,7 +4,6 @@
 // brings the rows of the next tiles while four multiply and finish those of the present one.
 #pragma once
 
-#include <limits>
 #include <utility>
 
 #include "common/cuda/sm80/ring.cuh"
@@ -38,6 +37,11 @@ class PairWalk {
 
   __device__ __forceinline__ bool exists() const {
     return at_.columns < static_cast<int>(sizes_.n) && at_.batches < static_cast<int>(sizes_.batch);
+  }
+
+  // Of this pair and the next seven, those that exist; it is a line's first, ninth, ...
+  __device__ __forceinline__ int existing() const {
+    return exists() ? min(static_cast<int>(sizes_.n) - at_.columns, 8) : 0;
   }
 
   // Of the pair's first element in a tensor whose strides for lines and columns are i_stride and
@@ -169,8 +173,10 @@ class RowCopies {
     return places;
   }
 
-  // A tile that has come.
-  __device__ __forceinline__ void normalise(unsigned char* operand, float eps, int places) const {
+  // A tile that has come; keep(pass, channel, eight numbers) sees it.
+  template <class Keep>
+  __device__ __forceinline__ void normalise(unsigned char* operand, float eps, int places,
+                                            Keep keep) const {
     const int channel = thread_ % 16 * 8;
     const bool padded = channel < rounded_up(channels_, kInner);
     unsigned char* piece = operand + row_piece<kRows>(thread_ / 16, channel);
@@ -193,9 +199,23 @@ class RowCopies {
       normalise_rows(x, here, channels_, eps, thread_ % 32);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        if (padded) *reinterpret_cast<uint4*>(piece + i * kPassBytes) = pack_row<mode>(x[i]);
+        const uint4 words = pack_row<mode>(x[i]);
+        if (padded) *reinterpret_cast<uint4*>(piece + i * kPassBytes) = words;
+        keep(first + i, channel, words);
       }
       piece += kTogether * kPassBytes;
+    }
+  }
+
+  // The same without a change.
+  template <class Keep>
+  __device__ __forceinline__ void read(const unsigned char* operand, Keep keep) const {
+    const int channel = thread_ % 16 * 8;
+    if (channel >= channels_) return;
+    const unsigned char* piece = operand + row_piece<kRows>(thread_ / 16, channel);
+#pragma unroll 4
+    for (int pass = 0; pass < kPasses; ++pass) {
+      keep(pass, channel, *reinterpret_cast<const uint4*>(piece + pass * kPassBytes));
     }
   }
 
@@ -327,18 +347,6 @@ template <class Strides>
 Strides in_planes(Strides strides, bool turned) {
   if (turned) std::swap(strides.i_stride, strides.j_stride);
   return strides;
-}
-
-// Whether RowCopies or RowStream take the tensor: rows begin at multiples of 16 bytes and of eight
-// numbers, and 32 bits count the eights; fp32 or the mode's 16 bits.
-inline bool is_walkable(const Pairs& pairs, const Sizes& sizes, Mode mode) {
-  const std::int64_t strides = pairs.batch_stride | pairs.i_stride | pairs.j_stride;
-  const std::int64_t last =
-      (sizes.batch - 1) * pairs.batch_stride + (sizes.n - 1) * (pairs.i_stride + pairs.j_stride);
-  return (pairs.type == DType::kFloat32 || pairs.type == type_of(mode)) &&
-         reinterpret_cast<std::uintptr_t>(pairs.data) % 16 == 0 && strides % 8 == 0 &&
-         sizes.channels % 8 == 0 && last / 8 < std::numeric_limits<int>::max() - kMostChannels &&
-         pairs.batch_stride >= 0 && pairs.i_stride >= 0 && pairs.j_stride >= 0;
 }
 
 // d = a * b over one block or two of 64 of the inner axis; the distances of blocks are in bytes.

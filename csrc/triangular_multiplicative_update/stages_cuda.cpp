@@ -52,8 +52,10 @@ std::uint16_t* halves(const MaybeTensor& tensor) {
 
 // Packs, projects into a and b (parts, hidden, pairs) and contracts into o (hidden, pairs); returns
 // what was packed, and the rows of a block of the two backward kernels, for each of which they
-// write column sums. For the way back, also folds weights (finish.h) and zeroes `largest`.
-std::tuple<Tensor, std::int64_t> forward(
+// write column sums; or, last, how many blocks stay on the multiprocessors, which each write one
+// row of sums a chunk, and project_backward the transposed grad. For the way back, also folds
+// weights (finish.h) and zeroes `largest`.
+std::tuple<Tensor, std::int64_t, std::int64_t> forward(
     const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_norm_in_weight,
     const Tensor& layer_norm_in_bias, const Tensor& proj_a_weight, const MaybeTensor& proj_a_bias,
     const Tensor& gate_a_weight, const MaybeTensor& gate_a_bias, const Tensor& proj_b_weight,
@@ -116,14 +118,16 @@ std::tuple<Tensor, std::int64_t> forward(
   }
   FUSED_OPS_RUN(project, project, setup.chosen, setup.stream);
   contract_planes(setup.problem, setup.chosen, packed, project, 0, sizes.hidden, o, setup.stream);
-  return {workspace, kTiles[setup.chosen.tile].rows};
+  const bool resident = setup.chosen.hopper_rows && resident_backward(setup.pair, sizes, mode);
+  return {workspace, kTiles[setup.chosen.tile].rows, resident ? multiprocessors() : 0};
 }
 
 void output_backward(const Tensor& pair, std::int64_t hidden, std::string_view precision,
                      ScalarType dtype, bool gate_normalized, double eps, const Tensor& packed,
                      const Tensor& o, const Tensor& out_grad, std::int64_t first_pair,
                      std::int64_t count, const Tensor& out_proj_grad, const Tensor& gate_grad,
-                     const Tensor& normalised, const MaybeTensor& gate_input, const Tensor& sums) {
+                     const Tensor& normalised, const MaybeTensor& gate_input, const Tensor& sums,
+                     std::int64_t resident_blocks) {
   const DeviceGuard guard(pair.get_device_index());
   const Setup setup(pair, hidden, precision, dtype);
   Tensor kept = out_grad;
@@ -144,6 +148,7 @@ void output_backward(const Tensor& pair, std::int64_t hidden, std::string_view p
   p.normalised = normalised.mutable_data_ptr();
   p.gate_input = gate_input ? gate_input->mutable_data_ptr() : nullptr;
   p.sums = floats(sums);
+  p.resident_blocks = static_cast<int>(resident_blocks);
   FUSED_OPS_RUN(output_backward, p, setup.chosen, setup.stream);
 }
 
@@ -214,7 +219,8 @@ void project_backward(const Tensor& pair, const MaybeTensor& mask, std::int64_t 
                       std::string_view precision, ScalarType dtype, bool outgoing, double eps,
                       const Tensor& packed, const Tensor& da, const Tensor& db,
                       const MaybeTensor& grad_undo, std::int64_t first_pair, std::int64_t count,
-                      const Tensor& grad, const Tensor& normalised, const Tensor& sums) {
+                      const Tensor& grad, const Tensor& normalised, const Tensor& sums,
+                      std::int64_t resident_blocks) {
   const DeviceGuard guard(pair.get_device_index());
   const Setup setup(pair, hidden, precision, dtype);
   Tensor kept_mask = pair;
@@ -235,6 +241,7 @@ void project_backward(const Tensor& pair, const MaybeTensor& mask, std::int64_t 
   p.grad = grad.mutable_data_ptr();
   p.normalised = normalised.mutable_data_ptr();
   p.sums = floats(sums);
+  p.resident_blocks = static_cast<int>(resident_blocks);
   FUSED_OPS_RUN(project_backward, p, setup.chosen, setup.stream);
 }
 
@@ -276,12 +283,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
       "Tensor? out_proj_bias, Tensor out_gate_weight, Tensor? out_gate_bias, bool outgoing, "
       "bool gate_normalized, float eps, str precision, ScalarType dtype, Tensor(a!) a, "
       "Tensor(b!) b, Tensor(c!) o, Tensor(d!)? folded_input, Tensor(e!)? folded_out_proj, "
-      "Tensor(f!)? folded_out_gate, Tensor(g!)? largest") " -> (Tensor, int)");
+      "Tensor(f!)? folded_out_gate, Tensor(g!)? largest") " -> (Tensor, int, int)");
   m.def(FUSED_OPS_STAGE("output_backward", FUSED_OPS_PLAN
                         ", bool gate_normalized, float eps, Tensor packed, Tensor o, "
                         "Tensor out_grad, int first_pair, int count, Tensor(a!) out_proj_grad, "
                         "Tensor(b!) gate_grad, Tensor(c!) normalised, Tensor(d!)? gate_input, "
-                        "Tensor(e!) sums") " -> ()");
+                        "Tensor(e!) sums, int resident_blocks") " -> ()");
   m.def(FUSED_OPS_STAGE("norm_out_backward", FUSED_OPS_PLAN
                         ", float eps, Tensor packed, Tensor grad, int first_pair, int count, "
                         "Tensor(a!) o, Tensor(b!)? largest") " -> ()");
@@ -296,7 +303,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
       "mask, " FUSED_OPS_PLAN
       ", bool outgoing, float eps, Tensor packed, Tensor da, Tensor db, "
       "Tensor? grad_undo, int first_pair, int count, Tensor(a!) grad, Tensor(b!) normalised, "
-      "Tensor(c!) sums) -> ()");
+      "Tensor(c!) sums, int resident_blocks) -> ()");
   m.def(FUSED_OPS_STAGE("norm_in_backward", FUSED_OPS_PLAN
                         ", bool outgoing, bool gate_normalized, float eps, Tensor grad, "
                         "Tensor gate_grad, int first_pair, int count, Tensor(a!) out") " -> ()");

@@ -80,7 +80,8 @@ class _Products:
             self.parts = [torch.empty(total, *shape, dtype=torch.float32, device=left.device)]
         slabs = _slabs(len(left), *shape)
         rows = len(left) // slabs
-        lefts = left.as_strided((slabs, shape[0], rows), (rows * shape[0], 1, shape[0]))
+        row, column = left.stride()
+        lefts = left.as_strided((slabs, shape[0], rows), (rows * row, column, row))
         rights = right.view(slabs, rows, shape[1])
         out = _rows(self.parts[0], self.used, slabs)
         torch.bmm(lefts, rights, out_dtype=torch.float32, out=out)
@@ -102,6 +103,11 @@ def _walkable(pairs: Tensor) -> Tensor:
     if pairs.stride(-1) == 1 and (pairs.dim() <= 4 or pairs.is_contiguous()):
         return pairs
     return pairs.contiguous()
+
+
+def _aligned(pairs: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes and of eight numbers."""
+    return pairs.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in pairs.stride()[:-1])
 
 
 class _Backward:
@@ -129,6 +135,7 @@ class _Backward:
         self.wide = torch.bfloat16 if self.brain else torch.float32
         self.parameters = [args[name] for name in _PARAMETERS]
         self.chunks = list(self._chunks())
+        self.resident_blocks = 0
         self.out_proj_products = self._products()
         self.out_gate_products = _Products([(0, self.pairs)], self.precision)
         self.input_products = self._products()
@@ -172,12 +179,14 @@ class _Backward:
         if self.needs("pair"):
             self.folded_input = self.empty(4 * self.hidden, self.channels)
             self.folded_gate = self.empty(self.channels, self.channels)
-        packed, self.block_rows = _stage("forward")(
+        packed, self.block_rows, self.resident_blocks = _stage("forward")(
             self.pair, self.args["mask"], *self.parameters, self.outgoing,
             self.gate_normalized, self.eps, self.precision, self.dtype, a, b, o,
             self.folded_input, self.folded_out, self.folded_gate, self.largest,
         )  # fmt: skip
 
+        if self.resident_blocks and not _aligned(self.grad):
+            self.grad = self.grad.clone(memory_format=torch.contiguous_format)
         through_gate = self.output_side(packed, o)
         d_pair = None
         if input_side:
@@ -225,7 +234,7 @@ class _Backward:
             _stage("output_backward")(
                 self.pair, *self.plan, self.gate_normalized, self.eps, packed, o, self.grad,
                 first, count, d_proj, _rows(d_gate, first, count), normalised, kept,
-                self.of_chunk(self.output_sums, first, count),
+                self.of_chunk(self.output_sums, first, count), self.resident_blocks,
             )  # fmt: skip
             if need_proj:
                 self.out_proj_products.add(d_proj, normalised)
@@ -246,11 +255,18 @@ class _Backward:
         return _matmul(d_gate, self.folded_gate, self.precision)
 
     def line_sums(self, lines: int) -> Tensor:
-        """Room for a row of sums from each block of pairs."""
-        return self.empty(-(-self.pairs // self.block_rows), lines, dtype=torch.float32)
+        """Room for a row of sums from each block of pairs, or from each that stays, a chunk."""
+        if self.resident_blocks:
+            rows = len(self.chunks) * self.resident_blocks
+        else:
+            rows = -(-self.pairs // self.block_rows)
+        return self.empty(rows, lines, dtype=torch.float32)
 
     def of_chunk(self, sums: Tensor, first: int, count: int) -> Tensor:
         """The rows of a chunk, which begins with a block."""
+        if self.resident_blocks:
+            chunk = first // self.chunks[0][1]
+            return _rows(sums, chunk * self.resident_blocks, self.resident_blocks)
         return _rows(sums, first // self.block_rows, -(-count // self.block_rows))
 
     # Contraction --------------------------------------------------------------------------------
@@ -310,11 +326,16 @@ class _Backward:
         self.input_sums = self.line_sums(4 * self.hidden)
         for first, count in self.chunks:
             d = self.empty(count, 4 * self.hidden)
+            if self.resident_blocks:  # which write it transposed
+                d = d.view(4 * self.hidden, count)
             normalised = self.empty(count, self.channels)
             _stage("project_backward")(
                 self.pair, self.args["mask"], *self.plan, self.outgoing, self.eps, packed, da, db,
                 undo, first, count, d, normalised, self.of_chunk(self.input_sums, first, count),
+                self.resident_blocks,
             )  # fmt: skip
+            if self.resident_blocks:
+                d = d.t()
             if need_products:
                 self.input_products.add(d, normalised)
             if self.folded_input is not None:

@@ -204,7 +204,9 @@ const emulation::Kernel project_backward("project_backward", [](Request& request
   const ForbiddenPadding of_a(c.sizes, grad_size, p.da), of_b(c.sizes, grad_size, p.db);
   p.grad = request.output<char>("grad", p.count * 4 * hidden * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.channels * size);
-  p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 4 * hidden);
+  p.resident_blocks = static_cast<int>(request.integer("resident_blocks", 0));
+  const std::int64_t blocks = p.resident_blocks ? p.resident_blocks : row_blocks(c.tile, p.count);
+  p.sums = request.output<float>("sums", blocks * 4 * hidden);
   (request.integer("hopper", 0) ? project_backward_sm90a : project_backward_sm80)(p, nullptr);
 });
 
@@ -228,7 +230,12 @@ const emulation::Kernel output_backward("output_backward", [](Request& request) 
   p.out_proj_grad = request.output<char>("out_proj_grad", p.count * channels * size);
   p.gate_grad = request.output<char>("gate_grad", p.count * channels * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.hidden * size);
-  p.sums = request.output<float>("sums", row_blocks(c.tile, p.count) * 2 * channels);
+  if (request.integer("keeps_gate_input", 0)) {
+    p.gate_input = request.output<char>("gate_input", p.count * channels * size);
+  }
+  p.resident_blocks = static_cast<int>(request.integer("resident_blocks", 0));
+  const std::int64_t blocks = p.resident_blocks ? p.resident_blocks : row_blocks(c.tile, p.count);
+  p.sums = request.output<float>("sums", blocks * 2 * channels);
   (request.integer("hopper", 0) ? output_backward_sm90a : output_backward_sm80)(p, nullptr);
 });
 

@@ -92,14 +92,20 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS("+f", d) : : "memory");
 }
 
+__device__ __forceinline__ void wgmma_wait(float (&d)[4][4]) {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS_16("+f", d) : : "memory");
+}
+
 __device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" : FUSED_OPS_SUMS_32("+f", d) : : "memory");
 }
 
-// Products on 64x16 by 16x128 (accumulators d[16][4]) or 16x64 numbers (d[8][4]) of 16 bits, with
-// fp32 accumulators. Of each 8 columns warp w of the warpgroup holds rows 16w to 16w+15,
-// distributed as mma_f16 has it. a_across, b_across: of which of the two kinds the descriptors are.
+// Products on 64x16 by 16x128 (accumulators d[16][4]), 16x64 (d[8][4]) or 16x32 numbers (d[4][4])
+// of 16 bits, with fp32 accumulators. Of each 8 columns warp w of the warpgroup holds rows 16w to
+// 16w+15, distributed as mma_f16 has it. a_across, b_across: of which of the two kinds the
+// descriptors are.
 #define FUSED_OPS_WGMMA_128(name, numbers, accumulates, sums)                        \
   template <bool a_across = false, bool b_across = false>                            \
   __device__ __forceinline__ void name(float (&d)[16][4], MatrixDescriptor a,        \
@@ -135,9 +141,23 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
                  : "l"(a), "l"(b), "n"(static_cast<int>(a_across)),                                \
                    "n"(static_cast<int>(b_across)));                                               \
   }
+#define FUSED_OPS_WGMMA_32(name, numbers, accumulates, sums)                                       \
+  template <bool a_across = false, bool b_across = false>                                          \
+  __device__ __forceinline__ void name(float (&d)[4][4], MatrixDescriptor a, MatrixDescriptor b) { \
+    asm volatile("{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, " accumulates               \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." numbers "." numbers                 \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, "                                              \
+                 "%8, %9, %10, %11, %12, %13, %14, %15}, "                                         \
+                 "%16, %17, accumulates, 1, 1, %18, %19;\n}"                                       \
+                 : FUSED_OPS_SUMS_16(sums, d)                                                      \
+                 : "l"(a), "l"(b), "n"(static_cast<int>(a_across)),                                \
+                   "n"(static_cast<int>(b_across)));                                               \
+  }
 #define FUSED_OPS_WGMMA(name, numbers, accumulates, sums) \
   FUSED_OPS_WGMMA_128(name, numbers, accumulates, sums)   \
-  FUSED_OPS_WGMMA_64(name, numbers, accumulates, sums)
+  FUSED_OPS_WGMMA_64(name, numbers, accumulates, sums)    \
+  FUSED_OPS_WGMMA_32(name, numbers, accumulates, sums)
 
 FUSED_OPS_WGMMA(wgmma_f16, "f16", "1", "+f")        // d += a * b
 FUSED_OPS_WGMMA(wgmma_f16_zero, "f16", "0", "=&f")  // d = a * b
@@ -145,6 +165,7 @@ FUSED_OPS_WGMMA(wgmma_bf16, "bf16", "1", "+f")
 FUSED_OPS_WGMMA(wgmma_bf16_zero, "bf16", "0", "=&f")
 
 #undef FUSED_OPS_WGMMA
+#undef FUSED_OPS_WGMMA_32
 #undef FUSED_OPS_WGMMA_64
 #undef FUSED_OPS_WGMMA_128
 
