@@ -108,14 +108,20 @@ struct Common {
   }
 };
 
-// Nobody has written the padding of a plane of gradients: who reads it is reported.
+// Nobody has written the padding of a plane of gradients: who reads it is reported. In bf16 the
+// products write it, and blocks that stay read it.
 class ForbiddenPadding {
  public:
-  ForbiddenPadding(const Sizes& sizes, int size, const void* plane)
-      : sizes_(sizes), size_(size), plane_(static_cast<char*>(const_cast<void*>(plane))) {
-    each(emulation::forbid);
+  ForbiddenPadding(const Sizes& sizes, int size, const void* plane, bool forbidden)
+      : sizes_(sizes),
+        size_(size),
+        plane_(static_cast<char*>(const_cast<void*>(plane))),
+        forbidden_(forbidden) {
+    if (forbidden_) each(emulation::forbid);
   }
-  ~ForbiddenPadding() { each(emulation::allow); }
+  ~ForbiddenPadding() {
+    if (forbidden_) each(emulation::allow);
+  }
   ForbiddenPadding(const ForbiddenPadding&) = delete;
   ForbiddenPadding& operator=(const ForbiddenPadding&) = delete;
 
@@ -132,6 +138,7 @@ class ForbiddenPadding {
   Sizes sizes_;
   int size_;
   char* plane_;
+  bool forbidden_;
 };
 
 const emulation::Kernel project("project", [](Request& request) {
@@ -201,10 +208,11 @@ const emulation::Kernel project_backward("project_backward", [](Request& request
   const int size = is_wide(c.mode) ? 4 : 2;
   const std::int64_t hidden = c.sizes.hidden;
   const int grad_size = c.mode == Mode::kBFloat16 ? 2 : 4;
-  const ForbiddenPadding of_a(c.sizes, grad_size, p.da), of_b(c.sizes, grad_size, p.db);
+  p.resident_blocks = static_cast<int>(request.integer("resident_blocks", 0));
+  const ForbiddenPadding of_a(c.sizes, grad_size, p.da, p.resident_blocks == 0),
+      of_b(c.sizes, grad_size, p.db, p.resident_blocks == 0);
   p.grad = request.output<char>("grad", p.count * 4 * hidden * size);
   p.normalised = request.output<char>("normalised", p.count * c.sizes.channels * size);
-  p.resident_blocks = static_cast<int>(request.integer("resident_blocks", 0));
   const std::int64_t blocks = p.resident_blocks ? p.resident_blocks : row_blocks(c.tile, p.count);
   p.sums = request.output<float>("sums", blocks * 4 * hidden);
   (request.integer("hopper", 0) ? project_backward_sm90a : project_backward_sm80)(p, nullptr);
