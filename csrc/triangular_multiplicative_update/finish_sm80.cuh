@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (g.products.data && inside) {
     const std::int64_t slab = std::int64_t{lines} * inner;
     const float* from = g.products.data + std::int64_t{in_group} * inner + column;
-#pragma unroll 8
+#pragma unroll 32  // loads under way together
     for (std::int64_t s = 0; s < g.products.slabs; ++s) product += from[s * slab];
   }
   sm80::griddepcontrol_wait();

@@ -114,7 +114,7 @@ struct OutputBackwardResident {
                                                std::int64_t first, int thread) const {
     if (!p.gate_normalized && !p.gate_input) return;
     const auto keep = [&](int pass, int channel, uint4 words) {
-      const std::int64_t at = first + pass * kPassRows + thread / 16;
+      const std::int64_t at = first + pass * Rows::kPassRows + thread / 16;
       if (!p.gate_input || at >= p.count || channel >= p.sizes.channels) return;
       auto* to = static_cast<std::uint16_t*>(p.gate_input);
       sm80::store_global_16(to + at * p.sizes.channels + channel, words);

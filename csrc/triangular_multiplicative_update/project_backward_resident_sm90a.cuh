@@ -15,7 +15,10 @@ struct ProjectBackwardResident {
   static constexpr int kStages = 2;
   using Weights = ResidentWeights<kMode>;
   static constexpr int kWarpChannels = Weights::kWarpChannels;
-  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 72>;
+  // Twice as many as elsewhere: they normalise, and store that as well.
+  static constexpr int kProducers = 256;
+  static constexpr int kThreads = kProducers + kConsumers;
+  using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 64>;
 
   struct alignas(1024) Shared {
     unsigned char weights[Weights::kBytes];
@@ -60,7 +63,7 @@ struct ProjectBackwardResident {
   }
 
   __device__ __forceinline__ void produce(int thread) const {
-    using Rows = RowCopies<kMode, kRows>;
+    using Rows = RowCopies<kMode, kRows, kProducers>;
     const int row = Rows::row_of_lane(thread);
     std::int64_t first = std::int64_t{blockIdx.x} * kRows;  // of the tile, in the chunk
     const std::int64_t stride = std::int64_t{gridDim.x} * kRows;
@@ -74,21 +77,23 @@ struct ProjectBackwardResident {
       unsigned char* grads = shared.grads[slot.stage];
       sm80::mbarrier_wait(&shared.empty[slot.stage], slot.round ^ 1);
       const int places = rows.copy(operand, walk);
+      sm80::cp_async_commit();
       copy_grads(grads, first, thread);
       sm80::cp_async_commit();
       if (row < kRows) {
         shared.factor[slot.stage][row] =
             walk.exists() ? load_mask(p.mask, walk.offset(p.mask)) : 0.0f;
       }
-      sm80::cp_async_wait<0>();
-      if (eight.existing() < 8) clear_padding(grads, eight.existing(), thread);
+      sm80::cp_async_wait<1>();
       rows.normalise(operand, p.eps, places, [&](int pass, int channel, const uint4& words) {
-        const std::int64_t at = first + pass * kPassRows + thread / 16;
+        const std::int64_t at = first + pass * Rows::kPassRows + thread / 16;
         if (at < p.count && channel < p.sizes.channels) {
           sm80::store_global_16(
               static_cast<std::uint16_t*>(p.normalised) + at * p.sizes.channels + channel, words);
         }
       });
+      sm80::cp_async_wait<0>();
+      if (eight.existing() < 8) clear_padding(grads, eight.existing(), thread);
       sm90a::fence_async();
       sm80::warp_arrives(&shared.full[slot.stage], thread, p.every_thread_arrives);
       walk.advance(next);
@@ -249,7 +254,7 @@ struct ProjectBackwardResident {
   }
 };
 
-__global__ void __launch_bounds__(kResidentThreads, 1)
+__global__ void __launch_bounds__(ProjectBackwardResident::kThreads, 1)
     project_backward_resident_kernel(const __grid_constant__ ProjectParams params) {
   ProjectBackwardResident::run(params);
 }

@@ -69,7 +69,8 @@ void project_backward_sm90a(const ProjectBackwardProblem& problem, CUstream_st* 
     params.mask = in_planes(params.mask, params.turned);
     return launch("triangular_multiplicative_update: launching project_backward_sm90a",
                   project_backward_resident_kernel, static_cast<unsigned>(problem.resident_blocks),
-                  kResidentThreads, sizeof(ProjectBackwardResident::Shared), stream, params);
+                  ProjectBackwardResident::kThreads, sizeof(ProjectBackwardResident::Shared),
+                  stream, params);
   }
   launch_backward(problem.mode, params_of(problem), stream);
 }

@@ -71,10 +71,10 @@ class PairWalk {
   PairSteps at_;
 };
 
-// Rows of an operand: a pass of the producers is eight of them, two a warp, 16 lanes a row, eight
-// channels a lane.
-constexpr int kPassRows = 8;
-constexpr int kPassBytes = kPassRows * kLineBytes;  // from the piece of a lane to that of the next
+// Rows of an operand: in a pass of the producers a warp has two of them, a lane eight channels.
+constexpr int pass_rows(int producers) {
+  return producers / 16;
+}
 
 // The piece of 16 bytes of a row's channels, eight from `channel` on.
 template <int kRows>
@@ -147,9 +147,11 @@ __device__ __forceinline__ void normalise_rows(float (&x)[4][8], const bool (&he
 
 // The producers' rows of tiles of kRows pairs, of the mode's 16 bits: copied to where they belong
 // in the operand, then normalised in place. A thread reads and writes what it has copied itself.
-template <Mode mode, int kRows>
+template <Mode mode, int kRows, int kThreads = kProducers>
 class RowCopies {
  public:
+  static constexpr int kPassRows = pass_rows(kThreads);
+  static constexpr int kPassBytes = kPassRows * kLineBytes;
   static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kTogether = 4;  // passes, for their latencies
 
@@ -251,6 +253,8 @@ class RowCopies {
 template <Mode mode, int kRows>
 class RowStream {
  public:
+  static constexpr int kPassRows = pass_rows(kProducers);
+  static constexpr int kPassBytes = kPassRows * kLineBytes;
   static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kDepth = 4;
   static constexpr int kTogether = 4;
