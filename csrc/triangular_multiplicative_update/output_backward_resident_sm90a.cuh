@@ -156,21 +156,9 @@ struct OutputBackwardResident {
   __device__ __forceinline__ void share_statistics(RowStatistics (&of)[2], int stage, int buffer,
                                                    int group, int thread) const {
     RowStatistics* rows = shared.statistics[buffer] + thread / 32 % 4 * kWarpRows;
-    find_row_statistics(shared.o[stage], thread / 32 % 4 * kWarpRows + group * 4, p.sizes.hidden,
-                        p.eps, thread % 32, rows + group * 4);
-    switch (thread / 32 % 4) {
-      case 0:
-        sm80::named_barrier<1, 128>();
-        break;
-      case 1:
-        sm80::named_barrier<2, 128>();
-        break;
-      case 2:
-        sm80::named_barrier<3, 128>();
-        break;
-      default:
-        sm80::named_barrier<4, 128>();
-    }
+    find_row_statistics<4>(shared.o[stage], thread / 32 % 4 * kWarpRows + group * 4, p.sizes.hidden,
+                           p.eps, thread % 32, rows + group * 4);
+    sm80::named_barrier(1 + thread / 32 % 4, 128);
     of[0] = rows[thread % 32 / 4];
     of[1] = rows[thread % 32 / 4 + 8];
   }

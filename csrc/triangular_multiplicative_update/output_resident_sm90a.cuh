@@ -22,7 +22,9 @@ struct OutputResident {
   static constexpr int kTiles = kPieceChannels / 8;
   static constexpr int kBlocks = kResidentChannels / 64;
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes;  // and 64 of the inner axis
-  static constexpr int kResultTiles = 4;  // column tiles that are stored together
+  static constexpr int kWarpRows = 16;
+  static constexpr int kTurns = kConsumers / 128;  // at most
+  static constexpr int kResultTiles = 4;           // column tiles that are stored together
   static constexpr int kResultBytes = kResultTiles * 16;
   using Registers = sm90a::SharedRegisters<kProducers, kConsumers, 72>;
 
@@ -33,10 +35,11 @@ struct OutputResident {
     unsigned char o[kStages][kResidentChannels * kLineBytes];   // a line of 64 pairs a channel
     unsigned char results[kConsumers / 32][16 * kResultBytes];  // of a warp's 16 pairs
     OutputVectors vectors;
-    std::int64_t row[kPlaceStages][kRows];  // of the result; -1: nowhere
-    std::uint64_t loaded;                   // the weights are there
-    std::uint64_t full[kStages];            // a stage may be read
-    std::uint64_t empty[kStages];           // it may be written
+    RowStatistics statistics[kTurns][2][kRows];  // of every second tile of a turn
+    std::int64_t row[kPlaceStages][kRows];       // of the result; -1: nowhere
+    std::uint64_t loaded;                        // the weights are there
+    std::uint64_t full[kStages];                 // a stage may be read
+    std::uint64_t empty[kStages];                // it may be written
   };
 
   const OutputParams& p;
@@ -139,17 +142,12 @@ struct OutputResident {
     };
     const int turn = group / pieces();
     skip(turn);
+    int second = 0;
     for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles(); tile += turns * gridDim.x) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
       RowStatistics statistics[2];
-      const int first = thread / 32 % 4 * 16;  // of the warp's rows
-      if (p.sizes.hidden == kResidentChannels) {
-        find_statistics<true>(shared.o[slot.stage], first, p.sizes.hidden, p.eps, thread % 32,
-                              statistics);
-      } else {
-        find_statistics<false>(shared.o[slot.stage], first, p.sizes.hidden, p.eps, thread % 32,
-                               statistics);
-      }
+      share_statistics(statistics, slot.stage, turn, second, piece, thread);
+      second ^= 1;
       float gate[kTiles][4], projected[kTiles][4];
       multiply(gate, projected, piece, slot.stage);
       sm80::warp_arrives(&shared.empty[slot.stage], thread, p.every_thread_arrives);
@@ -160,6 +158,25 @@ struct OutputResident {
       }
       skip(turns);
     }
+  }
+
+  // Of the rows lane / 4 and eight further of the warp's 16. Where two warps have them, each finds
+  // eight; buffers are used in turn, so that one meeting is enough.
+  __device__ __forceinline__ void share_statistics(RowStatistics (&of)[2], int stage, int turn,
+                                                   int buffer, int piece, int thread) const {
+    const int warp = thread / 32 % 4, first = warp * kWarpRows;
+    RowStatistics* rows = shared.statistics[turn][buffer] + first;
+    for (int half = piece; half < 2; half += pieces()) {
+      find_row_statistics<8>(shared.o[stage], first + half * 8, p.sizes.hidden, p.eps, thread % 32,
+                             rows + half * 8);
+    }
+    if (pieces() == 1) {
+      __syncwarp();
+    } else {
+      sm80::named_barrier(1 + turn * 4 + warp, 64);
+    }
+    of[0] = rows[thread % 32 / 4];
+    of[1] = rows[thread % 32 / 4 + 8];
   }
 
   __device__ __forceinline__ void multiply(float (&gate)[kTiles][4], float (&projected)[kTiles][4],

@@ -45,88 +45,33 @@ struct RowStatistics {
   float scale, shift;
 };
 
-// Of a tile of o, a line of 64 pairs for each channel, the statistics of a warp's 16 pairs from
-// `first` on: those of lane / 4, and eight further.
-template <bool whole>
-__device__ __forceinline__ void find_statistics(const unsigned char* tile, int first, int hidden,
-                                                float eps, int lane, RowStatistics (&of)[2]) {
-  // A lane has two pairs and a quarter of their channels. Quarters read lines that differ modulo 8
-  // by two, so that their banks do not meet.
-  const int two = lane % 8, quarter = lane / 8;
-  const unsigned char* lines[2];
-#pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    lines[odd] = tile + sm80::split_offset(quarter * 2 + odd, first / 8 + two / 4) + two % 4 * 4;
-  }
-  // Distances from the first number, as in normalise_rows().
-  const auto* channel_0 = reinterpret_cast<const std::uint32_t*>(
-      tile + sm80::split_offset(0, first / 8 + two / 4) + two % 4 * 4);
-  const float2 pivot = sm80::unpack_bf16(*channel_0);
-  constexpr int kMost = kResidentChannels / 4;
-  const int count = whole ? kMost : rounded_up(hidden, kInner) / 4;
-  float2 sum = make_float2(0.0f, 0.0f), squares = make_float2(0.0f, 0.0f);
-#pragma unroll
-  for (int k = 0; k < kMost; ++k) {
-    if (!whole && k >= count) break;
-    const auto* at = reinterpret_cast<const std::uint32_t*>(lines[k % 2] + k / 2 * 8 * kLineBytes);
-    const bool exists = whole || k / 2 * 8 + quarter * 2 + k % 2 < hidden;
-    const float2 x = sm80::unpack_bf16(*at);
-    const float dx = exists ? x.x - pivot.x : 0.0f, dy = exists ? x.y - pivot.y : 0.0f;
-    sum.x += dx, sum.y += dy;
-    squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
-  }
-#pragma unroll
-  for (int offset = 8; offset < 32; offset *= 2) {
-    sum.x += __shfl_xor_sync(0xffffffff, sum.x, offset);
-    sum.y += __shfl_xor_sync(0xffffffff, sum.y, offset);
-    squares.x += __shfl_xor_sync(0xffffffff, squares.x, offset);
-    squares.y += __shfl_xor_sync(0xffffffff, squares.y, offset);
-  }
-  const float inverse = 1.0f / static_cast<float>(hidden);
-  const auto statistics = [&](float sum, float square, float pivot) {
-    const float mean = sum * inverse;
-    return RowStatistics{rsqrtf(variance_of(mean, square * inverse) + eps), pivot + mean};
-  };
-  const RowStatistics even = statistics(sum.x, squares.x, pivot.x);
-  const RowStatistics odd = statistics(sum.y, squares.y, pivot.y);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const auto get = [&](float x, float y) {
-      const int from = half * 4 + lane / 8;
-      const float low = __shfl_sync(0xffffffff, x, from);
-      const float high = __shfl_sync(0xffffffff, y, from);
-      return lane / 4 % 2 == 0 ? low : high;
-    };
-    of[half].scale = get(even.scale, odd.scale);
-    of[half].shift = get(even.shift, odd.shift) * of[half].scale;
-  }
-}
-
-// The same of four pairs from `first` on, a multiple of four, to shared memory.
+// Of a tile of o, a line of 64 pairs for each channel, the statistics of kPairs pairs from `first`
+// on, a multiple of them, 4 or 8; a warp finds them, for shared memory.
+template <int kPairs>
 __device__ __forceinline__ void find_row_statistics(const unsigned char* tile, int first,
                                                     int hidden, float eps, int lane,
                                                     RowStatistics* of) {
-  // A lane has two pairs and a sixteenth of their channels.
-  const int two = lane % 2, slice = lane / 2;
+  // A lane has two pairs and a slice of their channels.
+  constexpr int kTwos = kPairs / 2, kSlices = 32 / kTwos;
+  const int two = lane % kTwos, slice = lane / kTwos;
+  const unsigned char* column = tile + (first % 8 + two * 2) * 2;
   const auto at = [&](int line) {
-    const unsigned char* word =
-        tile + sm80::split_offset(line, first / 8) + (first % 8 + two * 2) * 2;
+    const unsigned char* word = column + sm80::split_offset(line, first / 8);
     return sm80::unpack_bf16(*reinterpret_cast<const std::uint32_t*>(word));
   };
   const float2 pivot = at(0);
   float2 sum = make_float2(0.0f, 0.0f), squares = make_float2(0.0f, 0.0f);
 #pragma unroll
-  for (int k = 0; k < kResidentChannels; k += 16) {
-    const int channel = k + slice;
-    if (channel >= hidden) break;
-    const float2 x = at(channel);
-    const float dx = x.x - pivot.x, dy = x.y - pivot.y;
+  for (int k = 0; k < kResidentChannels; k += kSlices) {
+    if (k >= hidden) break;
+    const bool exists = k + slice < hidden;
+    const float2 x = at(k + slice);
+    const float dx = exists ? x.x - pivot.x : 0.0f, dy = exists ? x.y - pivot.y : 0.0f;
     sum.x += dx, sum.y += dy;
     squares.x = fmaf(dx, dx, squares.x), squares.y = fmaf(dy, dy, squares.y);
   }
-  __syncwarp();
 #pragma unroll
-  for (int offset = 2; offset < 32; offset *= 2) {
+  for (int offset = kTwos; offset < 32; offset *= 2) {
     sum.x += __shfl_xor_sync(0xffffffff, sum.x, offset);
     sum.y += __shfl_xor_sync(0xffffffff, sum.y, offset);
     squares.x += __shfl_xor_sync(0xffffffff, squares.x, offset);

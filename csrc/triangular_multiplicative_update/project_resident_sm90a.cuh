@@ -138,6 +138,48 @@ struct ProjectResident {
     }
   }
 
+  // A warp's eight channels on their way to the planes, eight pairs at a time. Its second half
+  // piece has the same channels of the other plane, or there is none.
+  class Results {
+   public:
+    __device__ __forceinline__ Results(const ProjectParams& params, const unsigned char* turned,
+                                       int group, int thread)
+        : p_(params) {
+      const int lane = thread % 32, odd = lane / kEights;
+      const int plane = group >= 2 * p_.blocks;
+      const int channel = (group - plane * 2 * p_.blocks) * (kPieceChannels / 2) +
+                          thread / 32 % 4 * kWarpChannels + odd;
+      eight_ = lane % kEights;
+      channels_left_ = p_.sizes.hidden - p_.first_block * kPieceChannels - channel;
+      channel_at_ = channel * p_.sizes.pairs() + eight_ * 8;
+      from_ = turned + odd * kPlaneBytes;
+      piece_ = (eight_ ^ odd) << 4;
+    }
+
+    __device__ __forceinline__ void store(std::uint16_t* plane, int tile) const {
+      const std::int64_t pairs = p_.sizes.pairs();
+      const bool exists = tile * kEights + eight_ < static_cast<int>(pairs / 8);
+      std::uint16_t* to = plane + channel_at_ + std::int64_t{tile} * kRows;
+#pragma unroll
+      for (int i = 0; i < kWarpChannels; i += kAtOnce) {
+        const uint4 word =
+            *reinterpret_cast<const uint4*>(from_ + i * kPlaneBytes + (piece_ ^ i << 4));
+        if (exists && i < channels_left_) sm80::store_global_16(to, word);
+        to += kAtOnce * pairs;
+      }
+    }
+
+   private:
+    static constexpr int kEights = kRows / 8;
+    static constexpr int kAtOnce = 32 / kEights;  // channels
+    static_assert(kAtOnce == 2);
+
+    const ProjectParams& p_;
+    const unsigned char* from_;
+    int piece_, eight_, channels_left_;
+    std::int64_t channel_at_;
+  };
+
   __device__ __forceinline__ int tiles() const {
     return static_cast<int>(ceil_div(p.count, kRows));
   }
@@ -210,6 +252,7 @@ struct ProjectResident {
     static_assert(Weights::kBlocks == 2);
     const ProjectChannel first = weights.channel_of(group, thread);
     const ProjectChannel second = p.blocks > 1 ? weights.channel_of(group + 4, thread) : first;
+    const Results results(p, shared.turned[thread / 32], group, thread);
     sm80::mbarrier_wait(&shared.loaded, 0);
     sm80::RingSlot<kStages> slot;
     sm80::RingSlot<kFactors> factor;
@@ -228,7 +271,7 @@ struct ProjectResident {
                                         i == 0 ? first.scale : second.scale,
                                         i == 0 ? first.bias : second.bias};
         turn(total, channel, factor.stage, thread);
-        store(half, p.first_pair + std::int64_t{tile} * kRows, sm80::opaque(thread));
+        results.store(p.plane[half >= 2 * p.blocks][0], tile);
       }
       slot.advance();
       factor.advance();
@@ -262,29 +305,6 @@ struct ProjectResident {
                                                    const ProjectChannel& c, float inverse) {
     return fmaf(projection, c.scale, c.bias) *
            gate_sigmoid<mode>(fmaf(gate, c.gate_scale, c.gate_bias), inverse);
-  }
-
-  // The warp's eight channels, eight pairs at a time.
-  __device__ __forceinline__ void store(int half, std::int64_t first, int thread) const {
-    constexpr int kEights = kRows / 8;
-    constexpr int kAtOnce = 32 / kEights;  // channels
-    const int lane = thread % 32;
-    const int eight = lane % kEights;
-    const int plane = half >= 2 * p.blocks;
-    const int channel = (half - plane * 2 * p.blocks) * (kPieceChannels / 2) +
-                        thread / 32 % 4 * kWarpChannels + lane / kEights;
-    const std::int64_t pairs = p.sizes.pairs();
-    const std::int64_t pair = first + eight * 8;
-    const int there = pair < pairs ? p.sizes.hidden - p.first_block * kPieceChannels - channel : 0;
-    std::uint16_t* to = p.plane[plane][0] + channel * pairs + pair;
-    const unsigned char* turned = shared.turned[thread / 32];
-#pragma unroll
-    for (int i = 0; i < kWarpChannels; i += kAtOnce) {
-      const int line = i + lane / kEights;
-      const uint4 word =
-          *reinterpret_cast<const uint4*>(turned + line * kPlaneBytes + ((eight ^ line) << 4));
-      if (i < there) sm80::store_global_16(to + i * pairs, word);
-    }
   }
 };
 

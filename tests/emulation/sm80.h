@@ -241,6 +241,14 @@ void named_barrier(emulation::Site site = emulation::Site::here()) {
   emulation::named_barrier(barrier, threads, site);
 }
 
+inline void named_barrier(int barrier, int threads,
+                          emulation::Site site = emulation::Site::here()) {
+  if (barrier < 1 || barrier > 15 || threads % emulation::kWarpSize != 0) {
+    emulation::fault("named_barrier: there is no such barrier", site);
+  }
+  emulation::named_barrier(barrier, threads, site);
+}
+
 // Grids run one after another.
 inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}

@@ -200,6 +200,11 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
 }
 
+// The same with a number that the compiler does not know.
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // For launch_dependent() of common/launch.h, on devices of compute capability 9.0 and newer;
 // nothing elsewhere, where the next grid does not start early. The first says that the next grid
 // may start as soon as all blocks of this one have said so or ended; the second waits until the
