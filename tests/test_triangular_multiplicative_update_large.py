@@ -178,12 +178,30 @@ def test_projections_of_some_channels():
         assert torch.equal(a, part[name].view(torch.int16).view(128, -1))
 
 
+def test_projections_of_the_tall_tile():
+    problem = Problem("bf16", (1, 9, 328, 72, 4), mask=torch.uint8)
+    got = problem.run("project")
+    for plane in "ab":
+        projected, gate = problem.gated(plane)
+        exact = problem.plane(projected * gate * problem.mask.unsqueeze(-1))
+        values, _ = planes_of(problem, got, plane, 72)
+        assert relative_error(values, exact) < ALLOWED["bf16"]
+
+
 def test_stored_dtypes_may_differ():
     problem = Problem("bf16", (1, 6, 64, 64, 0), weights=torch.float32, pair=torch.float32)
     got = problem.run("project")
     projected, gate = problem.gated("b")
     values, _ = planes_of(problem, got, "b", 64)
     assert relative_error(values, problem.plane(projected * gate)) < ALLOWED["bf16"]
+
+
+def test_output_of_the_tall_tile():
+    problem = Problem("bf16", (1, 9, 328, 72, 4))
+    stored, o = o_of(problem)
+    got = problem.run("output", {"o": stored})["out"].view(problem.dtype).view(problem.pair.shape)
+    gate, projected, _ = output_exact(problem, o)
+    assert relative_error(got.double(), gate * projected) < ALLOWED["bf16"]
 
 
 def output_exact(problem, o):

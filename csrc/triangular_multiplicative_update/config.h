@@ -30,6 +30,12 @@ constexpr Tile kTiles[] = {
 constexpr int kTileCount = 4;
 constexpr int kSmallRowsTile = 3;
 
+// In the place of 32 x 512, forward, in operands of one part: half as many blocks read all weights,
+// and on Hopper a multiprocessor still has two of them. For hidden channels up to kTallHidden.
+constexpr Tile kTallTile = {64, 384, 107 * 1024, 0};
+constexpr int kTallHidden = 128;
+constexpr int kTallTileIndex = 4;
+
 // Two blocks for each multiprocessor of an H100 or H200; fewer blocks than that leave some idle.
 constexpr std::int64_t kFewBlocks = 264;
 
@@ -54,6 +60,14 @@ constexpr int choose_tile(int channels, bool split, std::int64_t pairs, Capabili
     if (fits(tile)) return tile;
   }
   return -1;
+}
+
+// That of the forward's projections and output.
+constexpr int choose_forward_tile(int tile, int channels, int hidden, bool split,
+                                  Capability device) {
+  const bool tall = tile == 2 && channels <= kTallTile.channels && hidden <= kTallHidden &&
+                    !split && 2 * kTallTile.shared_bytes <= shared_limit(device);
+  return tall ? kTallTileIndex : tile;
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

@@ -47,6 +47,15 @@ template <bool kBackward>
 void launch_output(const char* what, Mode mode, int tile, const OutputParams& params,
                    CUstream_st* stream) {
   if (params.count == 0) return;
+  if (!kBackward && tile == kTallTileIndex) {
+    return with_tall_kernel(mode, [&](auto mode_of) {
+      using Kernel = TallOutput<decltype(mode_of)::kMode>;
+      static_assert(sizeof(typename Kernel::Shared) <= kTallTile.shared_bytes);
+      launch(what, tall_output_kernel<decltype(mode_of)::kMode>,
+             static_cast<unsigned>(ceil_div(params.count, Kernel::kRows)), kThreads,
+             sizeof(typename Kernel::Shared), stream, params);
+    });
+  }
   with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
     constexpr Mode kMode = decltype(mode_of)::kMode;
     constexpr Tile kTile = kTiles[decltype(tile_of)::kIndex];

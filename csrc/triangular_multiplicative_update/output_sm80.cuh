@@ -171,10 +171,12 @@ struct ColumnNumbers {
   }
 };
 
-// `Multiply`: WarpProduct, or what serves in its place on a newer architecture.
+// `Multiply`: WarpProduct, or what serves in its place on a newer architecture. `HiddenShape`: of
+// as many rows of o.
 template <Mode mode, class Shape, bool kBackward,
           class Multiply =
-              WarpProduct<mode, Shape::kRows, kPieceChannels, Shape::kRows >= 64 ? 4 : 2>>
+              WarpProduct<mode, Shape::kRows, kPieceChannels, Shape::kRows >= 64 ? 4 : 2>,
+          class HiddenShape = Shape>
 struct Output {
   static constexpr int kRows = Shape::kRows;
   static constexpr int kParts = parts(mode);
@@ -186,15 +188,15 @@ struct Output {
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes * kParts;
   using Weights =
       typename Multiply::template Weights<kPieceBytes, kStages, OutputSource<kPieceBytes>>;
-  using Columns = ColumnNumbers<mode, Shape>;
-  static constexpr int kOperandBytes = kParts * kRows * Shape::kInnerMost * 2;
+  using Columns = ColumnNumbers<mode, HiddenShape>;
+  static_assert(HiddenShape::kRows == kRows);
 
   // Whether the linears' vectors are kept in shared memory.
   static constexpr bool kKeeps = Shape::kInnerMost <= 128;
 
   struct alignas(1024) Shared {
-    unsigned char pair[kOperandBytes];
-    unsigned char o[kOperandBytes];
+    unsigned char pair[kParts * kRows * Shape::kInnerMost * 2];
+    unsigned char o[kParts * kRows * HiddenShape::kInnerMost * 2];
     alignas(1024) typename Weights::Storage weights;
     float2 partial[2][Columns::kGroups][Columns::kTwos];
     float undo[kRows];  // of the rows of the raw pair
@@ -309,7 +311,7 @@ struct Output {
     const float scale[2] = {existing > 0 ? rsqrtf(squares.x * inverse + p.eps) : 0.0f,
                             existing > 1 ? rsqrtf(squares.y * inverse + p.eps) : 0.0f};
     const int padded = p.packed.hidden_blocks * kInner;
-    const bool whole = hidden == Shape::kInnerMost;
+    const bool whole = hidden == HiddenShape::kInnerMost;
     // Half of the lanes store their second row first: eight that store together so have rows that
     // differ modulo 8, and with that different banks.
     const int swap = thread / 4 % 2;
@@ -359,7 +361,8 @@ struct Output {
   __device__ __forceinline__ void store_normalised() {
     const std::int64_t row = first - p.first_pair;
     const auto undo = [](int) { return two_to(-kNormalisedExponent); };
-    store_operand<mode, Shape>(shared.o, p.sizes.hidden, row, p.count, p.normalised, thread, undo);
+    store_operand<mode, HiddenShape>(shared.o, p.sizes.hidden, row, p.count, p.normalised, thread,
+                                     undo);
     if (!p.gate_input) return;
     store_operand<mode, Shape>(shared.pair, p.sizes.channels, row, p.count, p.gate_input, thread,
                                [&](int r) { return p.gate_normalized ? undo(r) : shared.undo[r]; });
@@ -573,6 +576,18 @@ struct Output {
 constexpr int output_blocks(Mode mode, int rows, bool backward) {
   const bool spills = is_wide(mode) && (rows == 64 || backward);
   return mode == Mode::kSplit || spills ? 1 : 2;
+}
+
+// The tall tile.
+template <Mode mode>
+using TallOutput = Output<mode, Shape<kTallTile.rows, kTallTile.channels>, false,
+                          WarpProduct<mode, kTallTile.rows, kPieceChannels, 4>,
+                          Shape<kTallTile.rows, kTallHidden>>;
+
+template <Mode mode>
+__global__ void __launch_bounds__(kThreads, 2)
+    tall_output_kernel(const __grid_constant__ OutputParams params) {
+  TallOutput<mode>::run(params);
 }
 
 template <Mode mode, int kRows, int kInnerMost, bool kBackward>

@@ -133,11 +133,14 @@ Choice choose(const Problem& problem) {
   const bool split = choice.mode == Mode::kSplit;
   choice.tile =
       choose_tile(std::max(sizes.channels, sizes.hidden), split, sizes.pairs(), problem.device);
+  choice.forward_tile =
+      choose_forward_tile(choice.tile, sizes.channels, sizes.hidden, split, problem.device);
   choice.hopper = split && sizes.n > 64 && build_runs_sm90a_on(problem.device);
   choice.group = choose_group(problem, choice.mode, &choice.plan.workspace_bytes);
   choice.hopper_rows = choice.tile == 0 && build_runs_sm90a_on(problem.device);
   choice.plan.kernel = name_of(choice);
-  const Tile& tile = kTiles[choice.tile];
+  const bool tall = !problem.backward && choice.forward_tile == kTallTileIndex;
+  const Tile& tile = tall ? kTallTile : kTiles[choice.tile];
   choice.plan.tile = {tile.rows, tile.channels, kInner};
   const int groups =
       static_cast<int>(ceil_div(Packed::of(sizes, choice.mode).hidden_blocks, choice.group));

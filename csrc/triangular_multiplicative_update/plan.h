@@ -27,8 +27,9 @@ struct Choice {
   Kernels kernels = Kernels::kNone;
   Mode mode = Mode::kBFloat16;
   int tile = 0;
-  int group = 0;        // blocks of 64 hidden channels that are projected and contracted together
-  bool hopper = false;  // the contraction is that of sm_90a
+  int forward_tile = 0;  // what the forward has in its place
+  int group = 0;         // blocks of 64 hidden channels that are projected and contracted together
+  bool hopper = false;   // the contraction is that of sm_90a
   bool hopper_rows = false;  // and projections and output are
 };
 

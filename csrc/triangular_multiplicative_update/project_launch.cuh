@@ -50,26 +50,40 @@ inline ProjectParams params_of(const ProjectBackwardProblem& problem) {
   return params;
 }
 
+template <Mode mode, int kRows, int kChannels, bool kBackward>
+void launch_project_tile(const char* what, const ProjectParams& params, CUstream_st* stream) {
+  using Kernel = Project<mode, Shape<kRows, kChannels>, kBackward>;
+  const auto blocks = static_cast<unsigned>(ceil_div(params.count, kRows));
+  constexpr std::size_t kShared = sizeof(typename Kernel::Shared);
+  if constexpr (kBackward) {
+    launch(what, project_kernel<mode, kRows, kChannels, true>, blocks, kThreads, kShared, stream,
+           params);
+  } else {  // behind the kernel that packs
+    launch_dependent<project_kernel<mode, kRows, kChannels, false>>(what, blocks, kThreads, kShared,
+                                                                    stream, params);
+  }
+}
+
 template <bool kBackward>
 void launch_project(const char* what, Mode mode, int tile, const ProjectParams& params,
                     CUstream_st* stream) {
   if (params.count == 0) return;
+  if (!kBackward && tile == kTallTileIndex) {
+    return with_tall_kernel(mode, [&](auto mode_of) {
+      constexpr Mode kMode = decltype(mode_of)::kMode;
+      constexpr int kRows = kTallTile.rows, kChannels = kTallTile.channels;
+      static_assert(sizeof(typename Project<kMode, Shape<kRows, kChannels>, false>::Shared) <=
+                    kTallTile.shared_bytes);
+      launch_project_tile<kMode, kRows, kChannels, false>(what, params, stream);
+    });
+  }
   with_kernel(mode, tile, [&](auto mode_of, auto tile_of) {
     constexpr Mode kMode = decltype(mode_of)::kMode;
     constexpr Tile kTile = kTiles[decltype(tile_of)::kIndex];
-    constexpr int kRows = kTile.rows, kChannels = kTile.channels;
-    using Kernel = Project<kMode, Shape<kRows, kChannels>, kBackward>;
-    static_assert(sizeof(typename Kernel::Shared) <=
-                  (parts(kMode) == 2 ? kTile.shared_bytes_split : kTile.shared_bytes));
-    const auto blocks = static_cast<unsigned>(ceil_div(params.count, kRows));
-    constexpr std::size_t kShared = sizeof(typename Kernel::Shared);
-    if constexpr (kBackward) {
-      launch(what, project_kernel<kMode, kRows, kChannels, true>, blocks, kThreads, kShared, stream,
-             params);
-    } else {  // behind the kernel that packs
-      launch_dependent<project_kernel<kMode, kRows, kChannels, false>>(what, blocks, kThreads,
-                                                                       kShared, stream, params);
-    }
+    static_assert(
+        sizeof(typename Project<kMode, Shape<kTile.rows, kTile.channels>, kBackward>::Shared) <=
+        (parts(kMode) == 2 ? kTile.shared_bytes_split : kTile.shared_bytes));
+    launch_project_tile<kMode, kTile.rows, kTile.channels, kBackward>(what, params, stream);
   });
 }
 

@@ -15,13 +15,14 @@ namespace fused_ops::triangular_multiplicative_update {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// Rows of a block and the most numbers a row can have. Threads hold 64 numbers of the rows each.
+// Rows of a block and the most numbers a row can have. Threads hold 64 numbers of the rows each, of
+// the tall tile's 96.
 template <int rows, int inner>
 struct Shape {
   static constexpr int kRows = rows;
   static constexpr int kInnerMost = inner;
   // Loading: a row is spread over kLanes lanes, eight numbers at a time.
-  static constexpr int kLanes = inner / 8 < 32 ? inner / 8 : 32;
+  static constexpr int kLanes = inner / 8 < 32 ? inner / 8 : inner % 256 == 0 ? 32 : 16;
   static constexpr int kVectors = inner / 8 / kLanes;
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static constexpr int kPasses = rows / kWarps / kRowsAtOnce;

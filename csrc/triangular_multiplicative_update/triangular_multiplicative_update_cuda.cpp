@@ -47,7 +47,7 @@ void run_large(const Choice& chosen, const Problem& problem, bool outgoing, cons
   project.mode = mode;
   project.outgoing = outgoing;
   project.eps = weights.eps;
-  project.tile = chosen.tile;
+  project.tile = chosen.forward_tile;
   project.pair = pair;
   project.mask = mask;
   project.packed = pack.workspace;
@@ -79,7 +79,7 @@ void run_large(const Choice& chosen, const Problem& problem, bool outgoing, cons
   output.mode = mode;
   output.gate_normalized = weights.gate_normalized;
   output.eps = weights.eps;
-  output.tile = chosen.tile;
+  output.tile = chosen.forward_tile;
   output.pair = pair;
   output.packed = pack.workspace;
   output.o = o.const_data_ptr();

@@ -70,4 +70,19 @@ void with_kernel(Mode mode, int tile, Function function) {
   });
 }
 
+// The same for the tall tile, which the mode kSplit has not.
+template <class Function>
+void with_tall_kernel(Mode mode, Function function) {
+  with_mode(mode, [&](auto mode_of) {
+#ifdef FUSED_OPS_FEW_KERNELS
+    constexpr bool kCompiled = decltype(mode_of)::kMode == Mode::kBFloat16;
+#else
+    constexpr bool kCompiled = decltype(mode_of)::kMode != Mode::kSplit;
+#endif
+    FO_CHECK_RUNTIME(
+        kCompiled, "triangular_multiplicative_update: the tall tile must be compiled for the mode");
+    if constexpr (kCompiled) function(mode_of);
+  });
+}
+
 }  // namespace fused_ops::triangular_multiplicative_update
