@@ -35,8 +35,11 @@ Call::Call(const Tensor& out_grad, const Tensor& input, const MaybeTensor& facto
            const Parameters& parameters, bool is_outgoing, bool gate_normalized, double eps,
            std::string_view precision_text, std::optional<ScalarType> dtype)
     : pair(input), grad(out_grad), precision(precision_text), outgoing(is_outgoing), packed(input) {
-  FO_CHECK_VALUE(input.dim() >= 3 && parameters.proj_a_weight.dim() == 2, kOp,
+  FO_CHECK_VALUE(input.dim() >= 3 && input.size(-2) == input.size(-3), kOp,
                  ": pair must have shape (..., N, N, pair_dim), got ", shape_text(input.sizes()));
+  FO_CHECK_VALUE(parameters.proj_a_weight.dim() == 2, kOp,
+                 ": proj_a_weight must have shape (hidden_dim, pair_dim), got ",
+                 shape_text(parameters.proj_a_weight.sizes()));
   FO_CHECK_VALUE(shape_of(out_grad) == shape_of(input), kOp, ": grad must have shape ",
                  shape_text(input.sizes()), ", got ", shape_text(out_grad.sizes()));
   FO_CHECK_RUNTIME(same_device(input, out_grad), kOp,
