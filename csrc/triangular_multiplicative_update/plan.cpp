@@ -28,8 +28,7 @@ namespace {
 Mode mode_of(const Problem& problem) {
   if (problem.result == DType::kBFloat16) return Mode::kBFloat16;
   if (problem.result == DType::kFloat16) return Mode::kFloat16;
-  // Where launches decide, accuracy is free. Python, which orchestrates the backward, decides
-  // there.
+  // Where the launches of a forward decide, accuracy is free.
   const bool few = !problem.backward && problem.sizes.pairs() < kFewPairs;
   return problem.precision == Precision::kTf32 && !few ? Mode::kTf32 : Mode::kSplit;
 }
