@@ -36,7 +36,7 @@ inline std::vector<Chunk> chunks_of(const Sizes& sizes) {
 // a multiple of 8.
 inline std::int64_t slabs_of(std::int64_t rows, std::int64_t left, std::int64_t right) {
   const std::int64_t tiles = ceil_div(left, 128) * ceil_div(right, 128);
-  for (const std::int64_t slabs : {64, 32, 16}) {
+  for (const std::int64_t slabs : {128, 64, 32, 16}) {
     if (rows % slabs == 0 && slabs * tiles <= 256) return slabs;
   }
   return 8;

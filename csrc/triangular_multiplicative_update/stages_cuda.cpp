@@ -115,7 +115,7 @@ void form_planes(const Call& call, const Folded& folded, const Tensor& a, const 
   project.mode = call.mode();
   project.outgoing = call.outgoing;
   project.eps = call.weights.eps;
-  project.tile = call.chosen.tile;
+  project.tile = call.chosen.forward_tile;
   project.pair = call.pairs;
   project.mask = call.mask;
   project.packed = pack.workspace;
