@@ -35,8 +35,10 @@ TRIANGLES = (
     (5, 16, 136, torch.float32),
     (13, 40, 130, torch.bfloat16),
     (6, 9, 129, torch.float16),
+    (6, 264, 40, torch.bfloat16),
     (187, 16, 16, torch.float32),
-    (187, 13, 16, torch.bfloat16),
+    (187, 24, 72, torch.bfloat16),
+    (187, 8, 16, torch.float16),
 )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ROUNDING, assert_parity, evaluate, randomize, strided
+from helpers import ROUNDING, as_double, assert_parity, evaluate, in_double, randomize, strided
 from torch import Tensor
 
 import fused_ops
@@ -79,9 +79,14 @@ def subject(place, mode, n, channels, hidden, *, batch=1, outgoing=True) -> Subj
     return Subject(fused, eager, pair, mask.to(dtype), cotangent)
 
 
-def middling(place) -> tuple[int, int, int]:
-    """n, channels and hidden of the tests that are not about sizes."""
-    return (77, 128, 128) if place == "cuda" else (19, 24, 20)
+def middling(place, mode) -> tuple[int, int, int]:
+    """n, channels and hidden of the tests that are not about sizes.
+
+    187 is odd, and enough for the kernels of 16-bit problems that fill a GPU.
+    """
+    if place == "cpu":
+        return 19, 24, 20
+    return 187 if MODES[mode].dtype.itemsize == 2 else 77, 128, 128
 
 
 def assert_close(ours, theirs, mode, factor=4):
@@ -110,10 +115,55 @@ def test_matches_reference_at_all_sizes(place, mode, n, channels, hidden):
 @everywhere
 @pytest.mark.parametrize("outgoing", [True, False])
 def test_several_in_a_batch_without_a_mask(place, mode, outgoing):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden, batch=3, outgoing=outgoing)
     with arithmetic(mode):
         assert_parity(s.fused, s.eager, [s.pair, None], MODES[mode].rounds)
+
+
+class Update(torch.nn.Module):
+    """The function, with the gate's input as an option, over a module's parameters."""
+
+    def __init__(self, inner, gate_normalized):
+        super().__init__()
+        self.inner = inner
+        self.gate_normalized = gate_normalized
+
+    def forward(self, pair, mask):
+        p = self.inner
+        linears = [p.proj_a, p.gate_a, p.proj_b, p.gate_b, p.out_proj, p.out_gate]
+        tensors = [t for linear in linears for t in (linear.weight, linear.bias)]
+        return fused_ops.functional.triangular_multiplicative_update(
+            pair,
+            mask,
+            p.layer_norm_in.weight,
+            p.layer_norm_in.bias,
+            *tensors[:8],
+            p.layer_norm_out.weight,
+            p.layer_norm_out.bias,
+            *tensors[8:],
+            direction=p.direction,
+            gate_normalized=self.gate_normalized,
+        )
+
+
+@pytest.mark.parametrize("channels", [128, 52])  # rows of pairs begin at 16 bytes, or do not
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate_normalized", [False, True])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pairs_and_gates_of_every_kind(place, gate_normalized, stored, channels):
+    """In bf16, as autocast asks for it, with the pair representation stored as it comes."""
+    n, hidden = (190, 96) if place == "cuda" else (11, 12)
+    s = subject(place, "fp32", n, channels, hidden, outgoing=gate_normalized)
+    update = Update(s.fused, gate_normalized)
+    pair = s.pair.detach().to(stored).requires_grad_()
+    with torch.autocast(place, dtype=torch.bfloat16):
+        ours = evaluate(update, [pair, s.mask], s.cotangent)
+    assert ours[0].dtype == torch.bfloat16
+    exact = evaluate(
+        in_double(update), [as_double(pair), s.mask.double()], s.cotangent.double()
+    )
+    assert_close(ours, exact, "bf16")
 
 
 # What the result must not depend on --------------------------------------------------------------
@@ -122,7 +172,7 @@ def test_several_in_a_batch_without_a_mask(place, mode, outgoing):
 @everywhere
 @pytest.mark.parametrize("outgoing", [True, False])
 def test_neither_batch_nor_padding_changes_the_result(place, mode, outgoing):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden, batch=3, outgoing=outgoing)
     s.fused.requires_grad_(False)  # their gradients are sums over the batch
     whole = evaluate(s.fused, [s.pair, s.mask], s.cotangent)
@@ -145,7 +195,7 @@ def test_neither_batch_nor_padding_changes_the_result(place, mode, outgoing):
 
 @everywhere
 def test_strides_change_nothing(place, mode):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden, batch=2)
     plain = evaluate(s.fused, [s.pair, s.mask], s.cotangent)
     turned = s.pair.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -158,7 +208,7 @@ def test_strides_change_nothing(place, mode):
 
 @everywhere
 def test_expanded_tensors_equal_their_copies(place, mode):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden)
     pair = s.pair.detach().expand(3, n, n, channels).requires_grad_()
     mask = s.mask[:, :1].expand(3, n, n)
@@ -217,7 +267,7 @@ def test_results_and_gradients_repeat_bitwise(place, mode, outgoing):
 @everywhere
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
 def test_infinity_and_nan_arrive_where_the_reference_has_them(place, mode, scale):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden, batch=2)
     pair = s.pair.detach().clone()
     pair[0, 2, 3, 1] = scale
@@ -244,7 +294,7 @@ def test_infinity_and_nan_arrive_where_the_reference_has_them(place, mode, scale
     ids="+".join,
 )
 def test_frozen_tensors_leave_the_other_gradients(place, mode, wanted):
-    n, channels, hidden = middling(place)
+    n, channels, hidden = middling(place, mode)
     s = subject(place, mode, n, channels, hidden)
     value, everything = evaluate(s.fused, [s.pair, s.mask], s.cotangent)
     s.fused.requires_grad_(False)
