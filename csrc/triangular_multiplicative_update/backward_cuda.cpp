@@ -176,8 +176,8 @@ class Backward {
   void multiply_across(const Tensor& d_o, const Tensor& a, const Tensor& db) const {
     const Sizes& sizes = call_.sizes();
     const std::int64_t most = sizes.n / kPlaces * kPlaces;
-    for (const std::int64_t first : {std::int64_t{0}, most}) {
-      const std::int64_t lines = first == 0 ? most : sizes.n - most;
+    const std::int64_t parts[2][2] = {{0, most}, {most, sizes.n - most}};
+    for (const auto& [first, lines] : parts) {
       if (lines == 0) continue;
       const Tensor columns =
           view_of(d_o, at(d_o, first), {sizes.hidden * sizes.batch, lines, sizes.n},
