@@ -46,8 +46,11 @@ sanitize() { # tool, seconds
 }
 
 step report 30 "$PYTHON" -m fused_ops
+# Several at a time where pytest-xdist is there: most of a test is the reference on the host.
+workers=()
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 4 --dist worksteal); fi
 step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
-  --junitxml="$OUT/gpu-tests.xml"
+  "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
 for tool in memcheck racecheck initcheck synccheck; do
   # What racecheck cannot see otherwise: csrc/tensor_matmul/split_tile.cuh, warp_arrives().

@@ -160,9 +160,7 @@ def test_pairs_and_gates_of_every_kind(place, gate_normalized, stored, channels)
     with torch.autocast(place, dtype=torch.bfloat16):
         ours = evaluate(update, [pair, s.mask], s.cotangent)
     assert ours[0].dtype == torch.bfloat16
-    exact = evaluate(
-        in_double(update), [as_double(pair), s.mask.double()], s.cotangent.double()
-    )
+    exact = evaluate(in_double(update), [as_double(pair), s.mask.double()], s.cotangent.double())
     assert_close(ours, exact, "bf16")
 
 
