@@ -36,12 +36,13 @@ step() { # name, seconds, command...
   steps+=("$name")
 }
 
-sanitize() { # tool, seconds
-  local log="$OUT/sanitizer-$1.txt" lines=20
-  step "$1" "$2" compute-sanitizer --tool "$1" --error-exitcode 1 \
-    "$PYTHON" -m benchmarks.sanitizer_cases >"$log" 2>&1
-  case ${verdict[$1]} in ok*) lines=2 ;; esac
-  echo "== $1"
+sanitize() { # tool, op, seconds
+  local name="$1-$2" lines=20
+  local log="$OUT/sanitizer-$name.txt"
+  step "$name" "$3" compute-sanitizer --tool "$1" --error-exitcode 1 --print-limit 20 \
+    "$PYTHON" -m benchmarks.sanitizer_cases --only "$2" >"$log" 2>&1
+  case ${verdict[$name]} in ok*) lines=2 ;; esac
+  echo "== $name"
   tail -n "$lines" "$log" | grep -v '^== '
 }
 
@@ -52,11 +53,12 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 4 --dist worksteal)
 step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
   "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
-for tool in memcheck racecheck initcheck synccheck; do
-  # What racecheck cannot see otherwise: csrc/tensor_matmul/split_tile.cuh, warp_arrives().
-  if [ "$tool" = racecheck ]; then export FUSED_OPS_RACECHECK=1; else unset FUSED_OPS_RACECHECK; fi
-  case $tool in racecheck | initcheck) limit=100 ;; *) limit=50 ;; esac
-  sanitize "$tool" "$limit"
+# What the tools cannot see otherwise: csrc/common/sanitizers.h.
+for op in matmul triangle; do
+  sanitize memcheck $op 40
+  FUSED_OPS_RACECHECK=1 sanitize racecheck $op 110
+  FUSED_OPS_INITCHECK=1 sanitize initcheck $op 110
+  sanitize synccheck $op 40
 done
 # A job that has begun is finished: 25 seconds for the last one and the start.
 limit=$(left 175)

@@ -101,7 +101,7 @@ def main(folder: str, *steps: str) -> int:
         measured = read(benchmark).records
         print("\n".join(speeds(measured) + accuracy(measured)))
     for name, verdict in verdicts.items():
-        print(f"  {name:<12} {verdict}")
+        print(f"  {name:<20} {verdict}")
     tests = facts["tests"]
     if tests["ran"]:
         print(f"  gpu tests: {tests['passed']} passed, {len(tests['failed'])} failed")

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "common/launch.h"
-#include "common/race_checker.h"
+#include "common/sanitizers.h"
 #include "tensor_matmul/split_reduce.cuh"
 #include "tensor_matmul/split_tile.cuh"
 

@@ -55,7 +55,12 @@ class Backward {
 
   // a * b in their dtype; fp32 to the accuracy that the precision asks for.
   Tensor multiply(const Tensor& a, const Tensor& b) const {
-    if (a.scalar_type() != ScalarType::Float) return call_operator("aten::mm", a, b);
+    if (a.scalar_type() != ScalarType::Float) {
+      if (!fills_products()) return call_operator("aten::mm", a, b);
+      const Tensor out = make({a.size(0), b.size(1)}, a.scalar_type());
+      call_operator("aten::zero_", out);
+      return call_overload("aten::mm", "out", a, b, out);
+    }
     return call_operator("fused_ops::tensor_matmul_forward", a, b, call_.precision,
                          std::optional<ScalarType>());
   }

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "common/launch.h"
-#include "common/race_checker.h"
+#include "common/sanitizers.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 namespace {

@@ -2,6 +2,7 @@
 // The contraction of planes: cuBLAS, or our own kernel for split planes. For the room's host ops.
 #pragma once
 
+#include "common/sanitizers.h"
 #include "triangular_multiplicative_update/arguments.h"
 #include "triangular_multiplicative_update/large.h"
 
@@ -27,6 +28,7 @@ inline std::int64_t room_behind(const Sizes& sizes) {
 
 // out = a * b for 16-bit matrices; fp32 results where `out` is fp32.
 inline void multiply_matrices(const Tensor& a, const Tensor& b, const Tensor& out) {
+  if (fills_products()) call_operator("aten::zero_", out);
   if (out.scalar_type() == a.scalar_type()) {
     call_overload("aten::bmm", "out", a, b, out);
   } else {

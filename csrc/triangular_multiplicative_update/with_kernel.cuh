@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/launch.h"
-#include "common/race_checker.h"
+#include "common/sanitizers.h"
 #include "triangular_multiplicative_update/large.h"
 
 namespace fused_ops::triangular_multiplicative_update {

@@ -23,7 +23,7 @@ struct RingSlot {
 
 // How a warp arrives at a barrier of the ring: its lanes meet, then one of them arrives for all. A
 // race checker does not see that the meeting orders the others' accesses as well; for its sake
-// every thread can arrive by itself (common/race_checker.h), which costs a tenth of the time.
+// every thread can arrive by itself (common/sanitizers.h), which costs a tenth of the time.
 __device__ __forceinline__ int arrivals(int threads, bool every_thread) {
   return every_thread ? threads : threads / 32;
 }
