@@ -4,7 +4,7 @@
 #pragma once
 
 #include "triangular_multiplicative_update/output_sm80.cuh"
-#include "triangular_multiplicative_update/resident_sm90a.cuh"
+#include "triangular_multiplicative_update/resident_rows_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
 

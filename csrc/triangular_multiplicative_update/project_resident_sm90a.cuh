@@ -8,7 +8,7 @@
 #pragma once
 
 #include "triangular_multiplicative_update/project_sm80.cuh"
-#include "triangular_multiplicative_update/resident_sm90a.cuh"
+#include "triangular_multiplicative_update/resident_rows_sm90a.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {
 
