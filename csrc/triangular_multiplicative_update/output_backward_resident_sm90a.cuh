@@ -137,7 +137,7 @@ struct OutputBackwardResident {
     std::int64_t first = std::int64_t{blockIdx.x} * kRows;
     for (int tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       sm80::mbarrier_wait(&shared.full[slot.stage], slot.round);
-      RowStatistics statistics[2];
+      RowShift statistics[2];
       share_statistics(statistics, slot.stage, second, group, thread);
       store_normalised(statistics, slot.stage, group, first, sm80::opaque(thread));
       float gate[kTiles][4], projected[kTiles][4];
@@ -153,18 +153,21 @@ struct OutputBackwardResident {
 
   // Of the rows lane / 4 and eight further of the warp's 16. The four warps that have them find
   // four each; buffers are used in turn, so that one meeting is enough.
-  __device__ __forceinline__ void share_statistics(RowStatistics (&of)[2], int stage, int buffer,
+  __device__ __forceinline__ void share_statistics(RowShift (&of)[2], int stage, int buffer,
                                                    int group, int thread) const {
     RowStatistics* rows = shared.statistics[buffer] + thread / 32 % 4 * kWarpRows;
     find_row_statistics<4>(shared.o[stage], thread / 32 % 4 * kWarpRows + group * 4, p.sizes.hidden,
                            p.eps, thread % 32, rows + group * 4);
     sm80::named_barrier(1 + thread / 32 % 4, 128);
-    of[0] = rows[thread % 32 / 4];
-    of[1] = rows[thread % 32 / 4 + 8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowStatistics& row = rows[thread % 32 / 4 + half * 8];
+      of[half] = {row.scale, row.mean * row.scale};
+    }
   }
 
   // Of the warpgroup's channels of o, the warp's rows.
-  __device__ __forceinline__ void store_normalised(const RowStatistics (&statistics)[2], int stage,
+  __device__ __forceinline__ void store_normalised(const RowShift (&statistics)[2], int stage,
                                                    int group, std::int64_t first,
                                                    int thread) const {
     if (group * kChannels >= rounded_up(p.sizes.hidden, kInner)) return;
@@ -178,7 +181,7 @@ struct OutputBackwardResident {
                                                                           warp * 2 + half)));
       const int row = warp * kWarpRows + half * 8 + lane / 4;
       const bool exists = shared.exists[stage][row];
-      const RowStatistics& of = statistics[half];
+      const RowShift& of = statistics[half];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 x = sm80::unpack_bf16(word[j]);
@@ -214,7 +217,7 @@ struct OutputBackwardResident {
 
   __device__ __forceinline__ void turn_back(const float (&gate)[kTiles][4],
                                             const float (&projected)[kTiles][4],
-                                            const RowStatistics (&statistics)[2],
+                                            const RowShift (&statistics)[2],
                                             float (&sums)[2][kTiles][2], int stage, int group,
                                             std::int64_t first, int thread) const {
     if (group * kChannels >= rounded_up(p.sizes.channels, kInner)) return;
@@ -241,7 +244,7 @@ struct OutputBackwardResident {
         const OutputVectors::Two v = shared.vectors.of(group * kChannels + tile * 8 + lane % 4 * 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const RowStatistics& row = statistics[half];
+          const RowShift& row = statistics[half];
           const float2 d = sm80::unpack_bf16(grad[2 * j + half]);
           float d_projection[2], d_gate[2];
 #pragma unroll

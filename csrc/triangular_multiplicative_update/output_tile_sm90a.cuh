@@ -40,8 +40,13 @@ __device__ __forceinline__ void copy_plane(unsigned char* tile, const OutputPara
   }
 }
 
-// Of a row of o: 1 / deviation, and mean / deviation.
+// Of a row of o: 1 / deviation, and mean.
 struct RowStatistics {
+  float scale, mean;
+};
+// 1 / deviation, and mean / deviation: less exact where rows are nearly constant, in fewer
+// registers.
+struct RowShift {
   float scale, shift;
 };
 
@@ -81,8 +86,7 @@ __device__ __forceinline__ void find_row_statistics(const unsigned char* tile, i
   const float inverse = 1.0f / static_cast<float>(hidden);
   const auto statistics = [&](float sum, float square, float pivot) {
     const float mean = sum * inverse;
-    const float scale = rsqrtf(variance_of(mean, square * inverse) + eps);
-    return RowStatistics{scale, (pivot + mean) * scale};
+    return RowStatistics{rsqrtf(variance_of(mean, square * inverse) + eps), pivot + mean};
   };
   of[2 * two] = statistics(sum.x, squares.x, pivot.x);
   of[2 * two + 1] = statistics(sum.y, squares.y, pivot.y);
@@ -105,6 +109,10 @@ struct OutputVectors {
     }
     __device__ __forceinline__ float projected(float product, const RowStatistics& row,
                                                int x) const {
+      const float centred = fmaf(-row.mean, x == 0 ? sum.x : sum.y, product);
+      return fmaf(centred, row.scale, x == 0 ? bias.z : bias.w);
+    }
+    __device__ __forceinline__ float projected(float product, const RowShift& row, int x) const {
       const float shifted = fmaf(-row.shift, x == 0 ? sum.x : sum.y, x == 0 ? bias.z : bias.w);
       return fmaf(product, row.scale, shifted);
     }
