@@ -15,7 +15,6 @@ struct OutputBackwardResident {
   static constexpr int kLag = 1;        // tiles that are on their way while one is got ready
   static constexpr int kChannels = 32;  // of a warpgroup
   static constexpr int kTiles = kChannels / 8;
-  static constexpr int kGroups = kConsumers / 128;
   static constexpr int kPieceBytes = kPieceChannels * kLineBytes;
   static constexpr int kRowBytes = 2 * kRows * kLineBytes;  // of a tile
   static constexpr int kWarpRows = 16;
