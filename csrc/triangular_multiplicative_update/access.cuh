@@ -1,84 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading the model's tensors as they are stored, whatever their dtype; and small helpers.
+// Reading the mask.
 #pragma once
 
 #include <cstdint>
 
-#include "common/cuda/sm80/split.cuh"
+#include "common/cuda/sm80/stored.cuh"
 #include "triangular_multiplicative_update/triangular_multiplicative_update.h"
 
 namespace fused_ops::triangular_multiplicative_update {
 
-// The number whose 16 bits these are.
-__device__ __forceinline__ float from_bits(std::uint32_t bits, DType type) {
-  return type == DType::kBFloat16 ? sm80::unpack_bf16(bits).x : sm80::unpack_f16(bits).x;
-}
-
-__device__ __forceinline__ float load_number(const void* data, DType type, std::int64_t index) {
-  if (type == DType::kFloat32) return static_cast<const float*>(data)[index];
-  return from_bits(static_cast<const std::uint16_t*>(data)[index], type);
-}
-
-__device__ __forceinline__ float load_or(const Stored& stored, std::int64_t index,
-                                         float otherwise) {
-  return stored.data ? load_number(stored.data, stored.type, index) : otherwise;
-}
-
 __device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t at) {
-  if (!mask.data) return 1.0f;
-  switch (mask.type) {
-    case MaskType::kUInt8:
-      return static_cast<const std::uint8_t*>(mask.data)[at];
-    case MaskType::kInt8:
-      return static_cast<const std::int8_t*>(mask.data)[at];
-    case MaskType::kInt16:
-      return static_cast<const std::int16_t*>(mask.data)[at];
-    case MaskType::kInt32:
-      return static_cast<float>(static_cast<const std::int32_t*>(mask.data)[at]);
-    case MaskType::kInt64:
-      return static_cast<float>(static_cast<const std::int64_t*>(mask.data)[at]);
-    case MaskType::kFloat16:
-      return load_number(mask.data, DType::kFloat16, at);
-    case MaskType::kBFloat16:
-      return load_number(mask.data, DType::kBFloat16, at);
-    case MaskType::kFloat32:
-      return static_cast<const float*>(mask.data)[at];
-    case MaskType::kFloat64:
-      return static_cast<float>(static_cast<const double*>(mask.data)[at]);
-  }
-  return 1.0f;
+  return load_mask(mask.data, mask.type, at);
 }
 
 __device__ __forceinline__ float load_mask(const Mask& mask, std::int64_t batch, std::int64_t i,
                                            std::int64_t j) {
   return load_mask(mask, batch * mask.batch_stride + i * mask.i_stride + j * mask.j_stride);
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
-  return x;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
-  }
-  return x;
-}
-
-__device__ __forceinline__ float two_to(int exponent) {
-  return sm80::power_of_two(127 + exponent);
-}
-
-// The power of two that brings `bound` to [2^top, 2^(top + 1)); 1 for 0, NaN and infinity.
-__device__ __forceinline__ int exponent_to(float bound, int top) {
-  const int biased = static_cast<int>(__float_as_uint(bound) >> 23 & 0xff);
-  if (!(bound > 0.0f) || biased == 255) return 0;
-  // Both it and its inverse stay normal numbers, with room for other exponents to be added.
-  const int exponent = top + 127 - biased;
-  return exponent > 60 ? 60 : exponent < -60 ? -60 : exponent;
 }
 
 }  // namespace fused_ops::triangular_multiplicative_update

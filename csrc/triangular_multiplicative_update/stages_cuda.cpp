@@ -72,7 +72,8 @@ Call::Call(const Tensor& out_grad, const Tensor& input, const MaybeTensor& facto
   Tensor kept_mask = pair;
   mask = mask_of(factors, pair, lead, sizes().n, &kept_mask);
   kept.push_back(kept_mask);
-  weights = weights_of(parameters, sizes().channels, hidden, Storer(pair, false, &kept));
+  weights =
+      weights_of(parameters, sizes().channels, hidden, Storer(kOp, pair, "pair", false, &kept));
   weights.eps = static_cast<float>(eps);
   weights.gate_normalized = gate_normalized;
   layout = Packed::of(sizes(), mode());

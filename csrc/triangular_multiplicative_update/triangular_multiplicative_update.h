@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "common/types.h"
+#include "common/stored.h"
 
 // cudaStream_t, without CUDA's headers: the planner has none.
 struct CUstream_st;
@@ -40,17 +40,6 @@ struct Sizes {
   constexpr std::int64_t pairs() const { return batch * n * pitch; }  // with the padding
 };
 
-// A tensor of the model as it is stored: contiguous parameters. Null where a linear has no bias.
-struct Stored {
-  const void* data = nullptr;
-  DType type = DType::kFloat32;
-};
-
-struct Linear {
-  Stored weight;  // (out, in)
-  Stored bias;    // (out), or null
-};
-
 struct Weights {
   Stored norm_in_weight, norm_in_bias;    // (channels)
   Stored norm_out_weight, norm_out_bias;  // (hidden)
@@ -69,18 +58,6 @@ struct Pairs {
   std::int64_t batch_stride = 0;
   std::int64_t i_stride = 0;
   std::int64_t j_stride = 0;
-};
-
-enum class MaskType : std::uint8_t {
-  kUInt8,  // and bool
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFloat16,
-  kBFloat16,
-  kFloat32,
-  kFloat64,
 };
 
 // (batch, i, j) at batch * batch_stride + i * i_stride + j * j_stride; null: all ones.

@@ -99,7 +99,7 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
                std::optional<std::int64_t> max_workspace, std::string_view precision,
                std::optional<ScalarType> dtype) {
   Problem problem;
-  problem.pair = floating_type(pair, "pair");
+  problem.pair = floating_type(kOp, pair, "pair");
   const std::int64_t axes = pair.dim();
   FO_CHECK_VALUE(axes >= 3 && pair.size(-2) == pair.size(-3), kOp,
                  ": pair must have shape (..., N, N, pair_dim), got ", shape_text(pair.sizes()));
@@ -126,7 +126,7 @@ Tensor forward(const Tensor& pair, const MaybeTensor& mask, const Tensor& layer_
   problem.device = device_capability(pair.get_device_index());
 
   std::vector<Tensor> kept;
-  const Storer store(pair, problem.pair == DType::kFloat64, &kept);
+  const Storer store(kOp, pair, "pair", problem.pair == DType::kFloat64, &kept);
   const Parameters parameters{
       layer_norm_in_weight, layer_norm_in_bias, proj_a_weight,         proj_a_bias,
       gate_a_weight,        gate_a_bias,        proj_b_weight,         proj_b_bias,

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// What host op, launchers and kernels of MSA row attention say to each other. Plain data: no torch,
+// no CUDA.
+//
+// Rows of the MSA that share a pair tensor are a group; row r of group g is number g * rows + r.
+// The forward is
+//   prepare   LayerNorm of the MSA; the mask as bits; the weights side by side in one matrix
+//   (product) x * [query, key, value, gate]^T
+//   bias      pair -> (groups, heads, N, N)
+//   attend    softmax(q k^T + bias) v, times the gate
+//   (product) the output projection
+// with the products from a library.
+#pragma once
+
+#include <cstdint>
+
+#include "common/stored.h"
+
+// cudaStream_t, without CUDA's headers: the planner has none.
+struct CUstream_st;
+
+namespace fused_ops::msa_row_attention {
+
+// In what the products are taken.
+enum class Mode : std::uint8_t {
+  kBFloat16,
+  kFloat16,
+  kTf32,   // fp32 tensors, with the error of one TF32 product
+  kSplit,  // fp32 tensors to fp32's accuracy
+};
+
+constexpr DType type_of(Mode mode) {
+  return mode == Mode::kBFloat16  ? DType::kBFloat16
+         : mode == Mode::kFloat16 ? DType::kFloat16
+                                  : DType::kFloat32;
+}
+
+struct Sizes {
+  std::int64_t groups = 0;  // pair tensors
+  std::int64_t rows = 0;    // of the MSA, that share one
+  std::int64_t n = 0;       // positions
+  int channels = 0;         // of the MSA
+  int pair_channels = 0;
+  int heads = 0;
+  int dim = 0;  // of a head
+
+  constexpr int width() const { return heads * dim; }
+  constexpr std::int64_t all_rows() const { return groups * rows; }
+  constexpr std::int64_t positions() const { return groups * rows * n; }
+};
+
+// The mask of a row as bits: the lowest of word 0 is key 0. Bits beyond the last key are 0.
+constexpr std::int64_t mask_words(std::int64_t n) {
+  return ceil_div(n, 64);
+}
+
+// The bias of a group and head is stored by blocks of 16 queries by 16 keys, in the order in which
+// the lanes of a warp hold the results of mma.m16n8k16: lane l = 4 * g + t has the eight numbers
+//   (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1), then the same of columns 8 further,
+// one after the other. Blocks of the same queries follow each other; what lies beyond N is zero.
+constexpr int kBiasBlock = 16;
+constexpr int kBiasNumbers = kBiasBlock * kBiasBlock;
+
+constexpr std::int64_t bias_blocks(std::int64_t n) {
+  return ceil_div(n, kBiasBlock);
+}
+
+// In numbers, of all groups and heads: of type_of(mode).
+constexpr std::int64_t bias_size(const Sizes& sizes) {
+  return sizes.groups * sizes.heads * bias_blocks(sizes.n) * bias_blocks(sizes.n) * kBiasNumbers;
+}
+
+// An MSA as it is stored: element (group, row, position, channel) at group * group_stride +
+// row * row_stride + position * position_stride + channel, in elements.
+struct Msa {
+  const void* data = nullptr;
+  DType type = DType::kFloat32;
+  std::int64_t group_stride = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t position_stride = 0;
+};
+
+// Likewise; key (group, row, position). Null: all are there. Zero is "not there", all else, NaN
+// included, "there".
+struct Mask {
+  const void* data = nullptr;
+  MaskType type = MaskType::kUInt8;
+  std::int64_t group_stride = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t position_stride = 0;
+};
+
+// (group, i, j, channel) at group * group_stride + i * i_stride + j * j_stride + channel.
+struct Pairs {
+  const void* data = nullptr;
+  DType type = DType::kFloat32;
+  std::int64_t group_stride = 0;
+  std::int64_t i_stride = 0;
+  std::int64_t j_stride = 0;
+};
+
+struct PrepareProblem {
+  Sizes sizes;
+  Mode mode = Mode::kBFloat16;
+  float eps = 0.0f;
+  Msa msa;
+  Mask mask;
+  Stored norm_weight, norm_bias;     // (channels)
+  Stored query, key, value, gate;    // (width, channels)
+  Stored out_proj;                   // (channels, width)
+  Stored out_proj_bias;              // (channels), or null
+  void* normalised = nullptr;        // (positions(), channels) of type_of(mode)
+  std::uint64_t* present = nullptr;  // (all_rows(), mask_words(n)); null where mask.data is null
+  void* projections = nullptr;       // (4 * width, channels) of type_of(mode)
+  void* out_weight = nullptr;        // (channels, width) of type_of(mode); null: not wanted
+  void* out_bias = nullptr;          // (channels) of type_of(mode); zeros where there is none
+};
+
+void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream);
+
+struct BiasProblem {
+  Sizes sizes;
+  Mode mode = Mode::kBFloat16;
+  float eps = 0.0f;
+  Pairs pair;
+  Stored norm_weight, norm_bias;  // (pair_channels), or null: no LayerNorm
+  Stored weight;                  // (heads, pair_channels)
+  float scale = 1.0f;             // what the bias is stored times
+  void* bias = nullptr;           // bias_size() numbers of type_of(mode)
+};
+
+void bias_sm80(const BiasProblem& problem, CUstream_st* stream);
+
+struct AttendProblem {
+  Sizes sizes;
+  Mode mode = Mode::kBFloat16;
+  // (positions(), 4 * width) of type_of(mode): query, key, value, gate of all heads.
+  const void* projected = nullptr;
+  const void* bias = nullptr;              // stored times sqrt(dim)
+  const std::uint64_t* present = nullptr;  // null: all keys are there
+  Stored gate_bias;                        // (width), or null
+  void* out = nullptr;                     // (positions(), width) of type_of(mode)
+};
+
+void attend_sm80(const AttendProblem& problem, CUstream_st* stream);
+
+}  // namespace fused_ops::msa_row_attention
