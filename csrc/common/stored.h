@@ -31,4 +31,23 @@ enum class MaskType : std::uint8_t {
   kFloat64,
 };
 
+constexpr int bytes_of(MaskType type) {
+  switch (type) {
+    case MaskType::kUInt8:
+    case MaskType::kInt8:
+      return 1;
+    case MaskType::kInt16:
+    case MaskType::kFloat16:
+    case MaskType::kBFloat16:
+      return 2;
+    case MaskType::kInt32:
+    case MaskType::kFloat32:
+      return 4;
+    case MaskType::kInt64:
+    case MaskType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
 }  // namespace fused_ops

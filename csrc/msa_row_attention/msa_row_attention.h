@@ -42,7 +42,8 @@ struct Sizes {
   int channels = 0;         // of the MSA
   int pair_channels = 0;
   int heads = 0;
-  int dim = 0;  // of a head
+  int dim = 0;       // of a head, rounded up to a multiple of 8; zeros fill it up
+  int head_dim = 0;  // of a head, as the model has it
 
   constexpr int width() const { return heads * dim; }
   constexpr std::int64_t all_rows() const { return groups * rows; }
@@ -138,7 +139,6 @@ struct AttendProblem {
   const void* projected = nullptr;
   const void* bias = nullptr;              // stored times sqrt(dim)
   const std::uint64_t* present = nullptr;  // null: all keys are there
-  Stored gate_bias;                        // (width), or null
   void* out = nullptr;                     // (positions(), width) of type_of(mode)
 };
 

@@ -1,19 +1,131 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "msa_row_attention/plan.h"
 
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "common/check.h"
+#include "msa_row_attention/config.h"
+
 namespace fused_ops::msa_row_attention {
 
-Plan plan() {
-  return composition("fused-ops " + build_info().version +
-                     " has no CUDA kernel for msa_row_attention yet");
+Sizes sizes_of(std::int64_t groups, std::int64_t rows, std::int64_t n, std::int64_t channels,
+               std::int64_t pair_channels, std::int64_t heads, std::int64_t width) {
+  constexpr std::int64_t kMost =
+      std::numeric_limits<int>::max() / 16;  // beyond it no plan has a kernel
+  const auto bounded = [](std::int64_t size) {
+    return static_cast<int>(size < kMost ? size : kMost);
+  };
+  Sizes sizes;
+  sizes.groups = groups;
+  sizes.rows = rows;
+  sizes.n = n;
+  sizes.channels = bounded(channels);
+  sizes.pair_channels = bounded(pair_channels);
+  sizes.heads = bounded(heads);
+  sizes.head_dim = heads > 0 ? bounded(width / heads) : 0;
+  sizes.dim = (sizes.head_dim + 7) / 8 * 8;
+  return sizes;
+}
+
+namespace {
+
+std::vector<std::string> reasons_against(const Problem& problem) {
+  std::vector<std::string> reasons;
+  const Sizes& sizes = problem.sizes;
+  if (!build_runs_on(problem.device)) reasons.push_back(build_reason(problem.device));
+  if (problem.backward) reasons.push_back("there is no kernel for the backward yet");
+  if (problem.result != DType::kBFloat16 && problem.result != DType::kFloat16) {
+    reasons.push_back(std::string("there is no kernel for ") + name(problem.result) + " yet");
+  }
+  if (problem.msa == DType::kFloat64 || problem.msa == DType::kOther) {
+    reasons.push_back(std::string("kernels read float32, bfloat16 and float16, got ") +
+                      name(problem.msa));
+  }
+  if (problem.dropout) reasons.push_back("there is no kernel with dropout yet");
+  if (sizes.head_dim < 1 || sizes.head_dim > kMostDim) {
+    reasons.push_back("kernels have heads of width 1 to " + std::to_string(kMostDim) + ", got " +
+                      std::to_string(sizes.head_dim));
+  }
+  constexpr int kMostWide = 1 << 16;
+  if (sizes.channels > kMostWide || sizes.pair_channels > kMostWide ||
+      std::int64_t{sizes.heads} * sizes.dim > kMostWide) {
+    reasons.push_back("kernels have up to " + std::to_string(kMostWide) + " channels");
+  }
+  if (sizes.pair_channels < 1) reasons.push_back("kernels need a pair tensor with channels");
+  return reasons;
+}
+
+// Projections of so many bytes exist at a time: enough that a launch never runs out of work, and
+// little beside what a model of that size keeps.
+constexpr std::int64_t kProjectedBytes = std::int64_t{1} << 30;
+
+}  // namespace
+
+Choice choose(const Problem& problem) {
+  Choice choice;
+  const Sizes& sizes = problem.sizes;
+  const bool is_empty = sizes.positions() == 0 || sizes.channels == 0;
+  std::vector<std::string> reasons;
+  if (!is_empty || !build_runs_on(problem.device) || problem.msa == DType::kFloat64) {
+    reasons = reasons_against(problem);
+  }
+  if (!reasons.empty()) {
+    choice.plan.path = Path::kComposition;
+    choice.plan.reasons = std::move(reasons);
+    return choice;
+  }
+  choice.mode = problem.result == DType::kFloat16 ? Mode::kFloat16 : Mode::kBFloat16;
+  if (is_empty) {
+    choice.plan.kernel = "none for an empty result";
+    return choice;
+  }
+  const std::int64_t line =
+      std::int64_t{4} * sizes.width() * 2;  // bytes of a position's projections
+  const std::int64_t of_row = sizes.n * line, of_group = sizes.rows * of_row;
+  if (of_group > kProjectedBytes) {
+    const std::int64_t most = std::max<std::int64_t>(kProjectedBytes / of_row, 1);
+    choice.groups = 1;
+    choice.rows = ceil_div(sizes.rows, ceil_div(sizes.rows, most));  // parts of equal size
+  } else {
+    choice.groups = std::min(sizes.groups, kProjectedBytes / of_group);
+    choice.rows = sizes.rows;
+  }
+  const std::int64_t rows = choice.groups * choice.rows;
+  choice.plan.kernel = "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
+  choice.plan.launches = 3;
+  const bool wide = width_of(sizes.dim) > 64;
+  const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n)];
+  choice.plan.tile = {tile.rows, tile.query_warps * (wide ? 16 : 32), 64};
+  choice.plan.workspace_bytes = bias_size(sizes) * 2 + rows * sizes.n * (line + 2 * sizes.channels);
+  return choice;
 }
 
 namespace {
 
 Plan answer(const Query& query) {
-  query.shape("msa", 3);
-  query.shape("pair", 3);
-  return query.device ? plan() : composition("CPU tensors");
+  const auto& msa = query.shape("msa", 3);
+  const auto& pair = query.shape("pair", 3);
+  const std::int64_t heads = query.shape("num_heads", 1)[0];
+  const std::int64_t head_dim = query.shape("head_dim", 1)[0];
+  if (!query.device) return composition("CPU tensors");
+  Problem problem;
+  std::int64_t rows = 1, groups = 1;
+  for (std::size_t i = 0; i + 2 < msa.size(); ++i) rows *= msa[i];
+  for (std::size_t i = 0; i + 3 < pair.size(); ++i) groups *= pair[i];
+  rows /= std::max<std::int64_t>(groups, 1);
+  problem.sizes =
+      sizes_of(groups, rows, msa[msa.size() - 2], msa.back(), pair.back(), heads, heads * head_dim);
+  problem.msa = query.dtype;
+  problem.result = query.dtype;
+  problem.precision = query.precision;
+  problem.backward = query.backward;
+  const auto dropout = query.shapes.find("dropout");
+  problem.dropout =
+      dropout != query.shapes.end() && dropout->second != std::vector<std::int64_t>{0};
+  problem.device = *query.device;
+  return choose(problem).plan;
 }
 
 const Registration registration("msa_row_attention", &answer);

@@ -2,6 +2,7 @@
 // How rows of results leave a block.
 #pragma once
 
+#include "common/cuda/sm80/quad.cuh"
 #include "triangular_multiplicative_update/tile.cuh"
 
 namespace fused_ops::triangular_multiplicative_update {

@@ -152,6 +152,7 @@ OPERATOR = Operator(
         "pair": list(a["pair"].shape),
         "num_heads": [a["num_heads"]],
         "head_dim": [a["query_weight"].shape[0] // a["num_heads"]],
+        "dropout": [int(a["dropout"] > 0.0)],
     },
     forward=composition.forward,
     backward=composition.backward,

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// From torch's tensors to the room's plain structs, with all checks. For the room's host ops.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "common/arguments.h"
+#include "common/launch.h"
+#include "msa_row_attention/plan.h"
+
+namespace fused_ops::msa_row_attention {
+
+constexpr const char* kOp = "msa_row_attention";
+
+// Leading axes of the MSA, and how they fall into groups and rows: those of the pair tensor first,
+// then those that it lacks. Where they stand in another order, every lead index is a group of its
+// own, and pair tensors may be groups several times.
+struct Lead {
+  std::vector<std::int64_t> sizes;
+  std::size_t group_axes = 0;  // the first so many
+  std::int64_t groups = 1;
+  std::int64_t rows_of_lead = 1;  // a group has so many times S rows
+};
+
+inline Lead lead_of(const Tensor& msa, const Tensor& pair) {
+  Lead lead;
+  const auto axes = static_cast<std::size_t>(msa.dim() - 3);
+  const auto own = static_cast<std::size_t>(std::max<std::int64_t>(pair.dim() - 3, 0));
+  FO_CHECK_VALUE(own <= axes, kOp, ": pair must have no more leading axes than msa, got ",
+                 shape_text(pair.sizes()), " for ", shape_text(msa.sizes()));
+  std::size_t last_group = 0;  // behind the last axis that the pair tensor has
+  std::size_t first_row = axes;
+  for (std::size_t i = 0; i < axes; ++i) {
+    const std::int64_t size = msa.size(static_cast<std::int64_t>(i));
+    lead.sizes.push_back(size);
+    const std::int64_t of_pair =
+        i < axes - own ? 1 : pair.size(static_cast<std::int64_t>(i - (axes - own)));
+    FO_CHECK_VALUE(of_pair == 1 || of_pair == size, kOp,
+                   ": the leading axes of pair must be those of msa or 1, got ",
+                   shape_text(pair.sizes()), " for ", shape_text(msa.sizes()));
+    if (size == 1) continue;
+    if (of_pair == size) {
+      last_group = i + 1;
+    } else {
+      first_row = std::min(first_row, i);
+    }
+  }
+  lead.group_axes = last_group <= first_row ? last_group : axes;
+  for (std::size_t i = 0; i < axes; ++i) {
+    (i < lead.group_axes ? lead.groups : lead.rows_of_lead) *= lead.sizes[i];
+  }
+  return lead;
+}
+
+// Axes [from, to) of sizes and strides as one; false where one stride cannot walk them.
+inline bool merge_axes(const std::vector<std::int64_t>& sizes,
+                       const std::vector<std::int64_t>& strides, std::size_t from, std::size_t to,
+                       std::int64_t* stride) {
+  *stride = 0;
+  bool any = false;
+  std::int64_t next = 0;
+  for (std::size_t i = to; i-- > from;) {
+    if (sizes[i] == 1) continue;
+    if (!any) {
+      *stride = strides[i];
+    } else if (strides[i] != next) {
+      return false;
+    }
+    any = true;
+    next = strides[i] * sizes[i];
+  }
+  return true;
+}
+
+// Strides of a tensor whose leading axes broadcast to `sizes`; axes that it lacks have stride 0.
+inline std::vector<std::int64_t> broadcast_strides(const Tensor& tensor,
+                                                   const std::vector<std::int64_t>& sizes) {
+  const std::size_t missing = sizes.size() - static_cast<std::size_t>(tensor.dim());
+  std::vector<std::int64_t> strides(sizes.size(), 0);
+  for (std::size_t i = missing; i < sizes.size(); ++i) {
+    const auto axis = static_cast<std::int64_t>(i - missing);
+    if (tensor.size(axis) != 1) strides[i] = tensor.stride(axis);
+  }
+  return strides;
+}
+
+// `kept` becomes a contiguous copy where strides are beyond what kernels walk.
+inline Msa msa_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
+  Msa msa;
+  *kept = tensor;
+  std::vector<std::int64_t> sizes = lead.sizes;
+  for (std::int64_t i = -3; i < 0; ++i) sizes.push_back(tensor.size(i));
+  const std::size_t axes = lead.sizes.size();
+  const auto walk = [&] {
+    const auto strides = broadcast_strides(*kept, sizes);
+    msa.position_stride = strides[axes + 1];
+    return (sizes.back() == 1 || strides.back() == 1) &&
+           merge_axes(sizes, strides, 0, lead.group_axes, &msa.group_stride) &&
+           merge_axes(sizes, strides, lead.group_axes, axes + 1, &msa.row_stride);
+  };
+  if (!walk()) {
+    *kept = copy_of(tensor, sizes);
+    walk();
+  }
+  msa.data = kept->const_data_ptr();
+  msa.type = dtype_of(kept->scalar_type());
+  return msa;
+}
+
+inline Pairs pairs_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
+  Pairs pairs;
+  *kept = tensor;
+  std::vector<std::int64_t> sizes(
+      lead.sizes.begin(), lead.sizes.begin() + static_cast<std::ptrdiff_t>(lead.group_axes));
+  std::vector<std::int64_t> shape;
+  for (std::int64_t i = -3; i < 0; ++i) shape.push_back(tensor.size(i));
+  // Axes behind the groups are 1 in the pair tensor.
+  const auto walk = [&] {
+    std::vector<std::int64_t> all = lead.sizes;
+    all.insert(all.end(), shape.begin(), shape.end());
+    const auto strides = broadcast_strides(*kept, all);
+    const std::size_t axes = lead.sizes.size();
+    pairs.i_stride = strides[axes];
+    pairs.j_stride = strides[axes + 1];
+    return (shape[2] == 1 || strides[axes + 2] == 1) &&
+           merge_axes(all, strides, 0, lead.group_axes, &pairs.group_stride);
+  };
+  if (!walk()) {
+    for (std::size_t i = lead.group_axes; i < lead.sizes.size(); ++i) sizes.push_back(1);
+    sizes.insert(sizes.end(), shape.begin(), shape.end());
+    *kept = copy_of(tensor, sizes);
+    walk();
+  }
+  pairs.data = kept->const_data_ptr();
+  pairs.type = dtype_of(kept->scalar_type());
+  return pairs;
+}
+
+// A mask (..., S, N) whose leading axes broadcast to those of the MSA.
+inline Mask mask_of(const MaybeTensor& tensor, const Tensor& msa, const Lead& lead, Tensor* kept) {
+  Mask mask;
+  if (!tensor) return mask;
+  const std::size_t axes = lead.sizes.size();
+  std::vector<std::int64_t> sizes = lead.sizes;
+  sizes.push_back(msa.size(-3));
+  sizes.push_back(msa.size(-2));
+  const std::int64_t own = tensor->dim();
+  bool fits = own >= 2 && own <= static_cast<std::int64_t>(sizes.size()) &&
+              tensor->size(-1) == msa.size(-2) && tensor->size(-2) == msa.size(-3);
+  for (std::int64_t i = 0; fits && i + 2 < own; ++i) {
+    const std::int64_t size = tensor->size(i);
+    fits = size == 1 || size == sizes[sizes.size() - static_cast<std::size_t>(own - i)];
+  }
+  FO_CHECK_VALUE(fits, kOp,
+                 ": mask must have shape (..., S, N) and leading axes that broadcast to those of "
+                 "msa, got ",
+                 shape_text(tensor->sizes()));
+  FO_CHECK_RUNTIME(same_device(msa, *tensor), kOp, ": mask must be on the device of msa, expected ",
+                   device_text(msa), ", got ", device_text(*tensor));
+  *kept = *tensor;
+  const auto walk = [&] {
+    const auto strides = broadcast_strides(*kept, sizes);
+    mask.position_stride = strides[axes + 1];
+    return mask_type(kept->scalar_type(), &mask.type) &&
+           merge_axes(sizes, strides, 0, lead.group_axes, &mask.group_stride) &&
+           merge_axes(sizes, strides, lead.group_axes, axes + 1, &mask.row_stride);
+  };
+  if (!walk()) {
+    MaskType known = MaskType::kUInt8;
+    const ScalarType type =
+        mask_type(tensor->scalar_type(), &known) ? tensor->scalar_type() : ScalarType::Float;
+    const Tensor copy = empty(msa, sizes, type);
+    *kept = call_operator("aten::copy_", copy, *tensor, false);
+    walk();
+  }
+  mask.data = kept->const_data_ptr();
+  return mask;
+}
+
+}  // namespace fused_ops::msa_row_attention

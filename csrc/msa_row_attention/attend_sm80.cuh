@@ -1,0 +1,520 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention along the rows of an MSA, in 16-bit products: softmax(q k^T / sqrt(d) + bias) v, gate.
+//
+// A block takes the same queries of a few rows, because these share the bias. A warp has 32 queries
+// (16 of wide heads) of one row and walks its keys, 64 at a time through a ring in shared memory,
+// 32 at a time through registers. Logits stay in units of q k^T: the bias, stored times sqrt(d), is
+// what the products are added to. What is subtracted before the exponential follows the largest
+// logit only when it grew by more than 2^kSlack; the sum of the weights is one more column of the
+// product with v.
+#pragma once
+
+#include "common/cuda/sm80/stored.cuh"
+#include "msa_row_attention/msa_row_attention.h"
+
+namespace fused_ops::msa_row_attention {
+
+constexpr int kKeys = 64;  // of a tile: as many as a word of the mask has bits
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLowest =
+    -1e30f;                     // below all finite exponents, and no more is subtracted from -inf
+constexpr float kSlack = 8.0f;  // of an exponent: weights may exceed 1 by so much before all shrink
+
+struct AttendParams {
+  const std::uint16_t* projected = nullptr;
+  const unsigned char* bias = nullptr;
+  const std::uint64_t* present = nullptr;
+  std::uint16_t* out = nullptr;
+  unsigned rows = 0;        // of a group
+  unsigned row_blocks = 0;  // of a group
+  unsigned query_tiles = 0;
+  unsigned heads = 0;
+  int n = 0;
+  int tiles = 0;   // of keys
+  int blocks = 0;  // of keys, of bias
+  int dim = 0;
+  int width = 0;             // of all heads
+  float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
+  float slack_scale = 0.0f;  // 1 / logit_scale
+};
+
+template <Mode mode>
+__device__ __forceinline__ float2 unpack_16(std::uint32_t word) {
+  return mode == Mode::kBFloat16 ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
+}
+
+template <Mode mode>
+__device__ __forceinline__ std::uint32_t pack_16(float low, float high) {
+  return mode == Mode::kBFloat16 ? sm80::pack_bf16(low, high) : sm80::pack_f16(low, high);
+}
+
+template <Mode mode>
+__device__ __forceinline__ void multiply_16(float (&d)[4], const std::uint32_t (&a)[4],
+                                            const std::uint32_t (&b)[2]) {
+  mode == Mode::kBFloat16 ? sm80::mma_bf16(d, a, b) : sm80::mma_f16(d, a, b);
+}
+
+// `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
+// 16 * `query_tiles` * `query_warps` queries.
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+struct Attend {
+  static constexpr int kRowThreads = 32 * query_warps;
+  static constexpr int kThreads = kRowThreads * row_count;
+  static constexpr int kM = query_tiles;  // of 16 queries, of a warp
+  static constexpr int kQueries = 16 * kM * query_warps;
+  static constexpr int kStages = stage_count;  // 1: for a single tile of keys
+  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+  // Of lines of keys and values in shared memory, in bytes.
+  static constexpr int kPitch = width == 48 ? 112 : width * 2;
+  static constexpr int kPieces = width / 8;  // of 16 bytes
+  static constexpr int kSteps = width / 16;
+  static constexpr int kTiles = width / 8;  // of results
+  static constexpr int kBiasPieces = kQueries / kBiasBlock * (kKeys / kBiasBlock) * 32;
+  static constexpr int kStep = 32;  // keys at a time
+  static constexpr float kMinusInfinity = -__builtin_huge_valf();
+  static constexpr int kTileBlocks = kKeys / kBiasBlock;
+  static constexpr int kBlockBytes = kBiasNumbers * 2;
+  static constexpr int kQueryBlockStep = kThreads / (32 * kTileBlocks);
+  static_assert(kQueryBlockStep * 32 * kTileBlocks == kThreads);
+  // A thread has one piece of a line, of every kKeyStep-th line.
+  static constexpr int kPieceRoom = kPieces <= 2 ? 2 : kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : 16;
+  static constexpr int kKeyStep = kRowThreads / kPieceRoom;
+
+  struct Stage {
+    unsigned char bias[kBiasPieces * 16];
+    unsigned char key[row_count][kKeys * kPitch];
+    unsigned char value[row_count][kKeys * kPitch];
+    alignas(16) std::uint64_t present[row_count];
+  };
+  struct alignas(128) Shared {
+    Stage stages[kStages];
+  };
+
+  // Where a piece of a line is: pieces of eight lines, one below the other, lie in different banks.
+  static __device__ __forceinline__ int piece_at(int key, int piece) {
+    constexpr int kLines = width >= 64 ? 1 : 64 / width;  // of 128 bytes
+    if (width != 48) piece ^= key / kLines % (kPieces < 8 ? kPieces : 8);
+    return key * kPitch + piece * 16;
+  }
+
+  const AttendParams& p;
+  Shared& shared;
+  int thread;
+  int slot;          // of the warp's row in the block
+  bool exists;       // whether there is such a row
+  std::int64_t row;  // its first one if not
+  int head;
+  int first_query;
+  const unsigned char* bias;  // of the block's first queries
+
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  // The warp's first query in the tile.
+  __device__ __forceinline__ int warp_query() const {
+    return thread % kRowThreads / 32 * (16 * kM);
+  }
+  __device__ __forceinline__ bool is_inside(int column) const {
+    return width == p.dim || column < p.dim;
+  }
+
+  // The queries of a row and head follow each other, then the heads: they share keys and values,
+  // and the lines these stand in.
+  static __device__ __forceinline__ void run(const AttendParams& p) {
+    const int thread = sm80::opaque(thread_index());  // else it is read again and again
+    const int slot = thread / kRowThreads;
+    unsigned block = blockIdx.x;
+    const unsigned tile = block % p.query_tiles;
+    block /= p.query_tiles;
+    const unsigned head = block % p.heads;
+    block /= p.heads;
+    const unsigned group = block / p.row_blocks;
+    const unsigned in_group = block % p.row_blocks * row_count + slot;
+    const bool exists = in_group < p.rows;
+    const std::int64_t row = std::int64_t{group} * p.rows + (exists ? in_group : 0);
+    const std::int64_t blocks = p.blocks;
+    const auto* bias = p.bias + ((std::int64_t{group} * p.heads + head) * blocks +
+                                 tile * (kQueries / kBiasBlock)) *
+                                    blocks * kBlockBytes;
+    Attend{p,
+           shared_memory<Shared>(),
+           thread,
+           slot,
+           exists,
+           row,
+           static_cast<int>(head),
+           static_cast<int>(tile) * kQueries,
+           bias}
+        .all();
+  }
+
+  // Of the projections of the block's head at a position of the row: query, key, value, gate.
+  __device__ __forceinline__ const std::uint16_t* projected(int position, int which) const {
+    return p.projected + (row * p.n + position) * (std::int64_t{4} * p.width) + which * p.width +
+           head * p.dim;
+  }
+
+  // Which keys of a tile are there; none of a row that is not.
+  __device__ __forceinline__ std::uint64_t mask_word(int tile) const {
+    if (!exists || tile >= p.tiles) return 0;
+    if (p.present) return p.present[row * p.tiles + tile];
+    return tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
+  }
+
+  // What a thread copies of each tile: the same pieces of the bias, and of lines of keys.
+  struct Cursor {
+    const unsigned char* bias;
+    const std::uint16_t* key;
+    int to_bias, to_key;  // in a stage
+    int tile = 0;
+    int stage = 0;
+    unsigned queries = 0;  // bits of the thread's pieces of bias whose queries exist
+  };
+
+  __device__ __forceinline__ Cursor cursor() const {
+    const std::int64_t blocks = p.blocks;
+    const int key_block = thread / 32 % kTileBlocks;
+    const int query_block = thread / (32 * kTileBlocks);
+    Cursor c;
+    c.bias = bias + (query_block * blocks + key_block) * kBlockBytes + thread % 32 * 16;
+    c.to_bias = thread * 16;
+#pragma unroll
+    for (int i = 0; i < kBiasPieces / kThreads; ++i) {
+      const bool here = first_query / kBiasBlock + query_block + i * kQueryBlockStep < p.blocks;
+      c.queries |= unsigned{here} << i;
+    }
+    const int at = in_row() % kPieceRoom, key = in_row() / kPieceRoom;
+    c.key = projected(key, 1) + at * 8;
+    c.to_key = static_cast<int>(sizeof(Stage::bias)) + slot * kKeys * kPitch + piece_at(key, at);
+    return c;
+  }
+
+  // Asks for the next tile of bias, keys and values. Keys that are not there become zeros; bias
+  // that does not exist is left out, for nobody uses what it is added to.
+  __device__ __forceinline__ void copy(Cursor& c, std::uint64_t present) {
+    if (c.tile < p.tiles) {
+      auto* stage = reinterpret_cast<unsigned char*>(&shared.stages[c.stage]);
+      if (c.tile * kTileBlocks + thread / 32 % kTileBlocks < p.blocks) {
+        const unsigned char* from = c.bias;
+#pragma unroll
+        for (int i = 0; i < kBiasPieces / kThreads; ++i) {
+          if (c.queries >> i & 1) {
+            sm80::cp_async_16(stage + c.to_bias + i * kThreads * 16, from);
+          }
+          from += std::int64_t{kQueryBlockStep * kBlockBytes} * p.blocks;
+        }
+      }
+      if (in_row() == 0) shared.stages[c.stage].present[slot] = present;
+      if (present == ~std::uint64_t{0} && width == p.dim && kPieces == kPieceRoom) {
+        copy_keys<true>(c, stage + c.to_key, present);
+      } else if (present != 0) {
+        copy_keys<false>(c, stage + c.to_key, present);
+      }
+      c.bias += kTileBlocks * kBlockBytes;
+      c.key += std::int64_t{4 * kKeys} * p.width;
+      ++c.tile;
+      c.stage = c.stage + 1 == kStages ? 0 : c.stage + 1;
+    }
+    sm80::cp_async_commit();
+  }
+
+  template <bool all>
+  __device__ __forceinline__ void copy_keys(const Cursor& c, unsigned char* to,
+                                            std::uint64_t present) {
+    const int column = in_row() % kPieceRoom * 8;
+    if (!all && column >= width) return;
+    const std::uint16_t* key = c.key;
+    constexpr int kToValue = sizeof(Stage::key);
+    present >>= in_row() / kPieceRoom;
+#pragma unroll
+    for (int i = 0; i < kKeys / kKeyStep; ++i) {
+      // Lines kKeyStep apart have their pieces in the same order.
+      unsigned char* line = to + i * kKeyStep * kPitch;
+      if (all) {
+        sm80::cp_async_16(line, key);
+        sm80::cp_async_16(line + kToValue, key + p.width);
+      } else {
+        const int bytes = (present >> (i * kKeyStep) & 1) && is_inside(column) ? 16 : 0;
+        sm80::cp_async_16(line, key, bytes);
+        sm80::cp_async_16(line + kToValue, key + p.width, bytes);
+      }
+      key += 4 * kKeyStep * p.width;
+    }
+  }
+
+  // Two numbers of a position, as a word; zeros where there is no such position or number.
+  __device__ __forceinline__ std::uint32_t load_two(const std::uint16_t* line, bool here,
+                                                    int column) const {
+    return here && is_inside(column) ? *reinterpret_cast<const std::uint32_t*>(line + column) : 0;
+  }
+
+  using Logits = float[kM][kStep / 8][4];
+
+  std::uint32_t query[kM][kSteps][4];
+  float total[kM][kTiles][4];
+  float sums[kM][4];   // of the weights; columns are equal
+  float shift[kM][2];  // what is subtracted from each of the thread's queries' exponents
+  float limit[kM][2];  // the logit from which on it is too little
+
+  __device__ __forceinline__ void all() {
+    Cursor next = cursor();
+    std::uint64_t ahead = mask_word(0);
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) {
+      copy(next, ahead);
+      ahead = mask_word(i + 1);
+    }
+    load_queries();
+    clear();
+    bool any = false;
+    int at = 0;
+    for (int tile = 0; tile < p.tiles; ++tile) {
+      sm80::cp_async_wait<kAhead - 1>();
+      __syncthreads();
+      if (kStages > 1) {
+        copy(next, ahead);
+        ahead = mask_word(tile + kAhead + 1);
+      }
+      const Stage& stage = shared.stages[at];
+      at = at + 1 == kStages ? 0 : at + 1;
+      const std::uint64_t present = stage.present[slot];
+      if (present == 0) continue;
+      any = true;
+#pragma unroll
+      for (int i = 0; i < kKeys / kStep; ++i) {
+        constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kStep);
+        const std::uint64_t keys = present >> (i * kStep) & kAll;
+        Logits logits;
+        start_with_bias(logits, stage, i);
+        multiply_keys(logits, stage, i);
+        if (keys != kAll) remove_absent(logits, keys);
+        follow_largest(logits);
+        add_values(logits, stage, i);
+      }
+    }
+    sm80::cp_async_wait<0>();
+    if (exists) store(any);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[m][e] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[m][j][e] = 0.0f;
+      }
+      shift[m][0] = shift[m][1] = kLowest;
+      limit[m][0] = limit[m][1] = kLowest;
+    }
+  }
+
+  __device__ __forceinline__ void load_queries() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::uint16_t* line = projected(query_at(m, h), 0);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = s * 16 + i * 8 + lane() % 4 * 2;
+            query[m][s][i * 2 + h] = load_two(line, query_at(m, h) < p.n, column);
+          }
+        }
+      }
+    }
+  }
+
+  // The position of one of the thread's queries.
+  __device__ __forceinline__ int query_at(int m, int h) const {
+    return first_query + warp_query() + m * 16 + h * 8 + lane() / 4;
+  }
+
+  __device__ __forceinline__ void start_with_bias(Logits& logits, const Stage& stage,
+                                                  int step) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int b = 0; b < kStep / 16; ++b) {
+        const int block =
+            (warp_query() / kBiasBlock + m) * kTileBlocks + step * (kStep / kBiasBlock) + b;
+        const uint4 four = *reinterpret_cast<const uint4*>(stage.bias + (block * 32 + lane()) * 16);
+        const std::uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 two = unpack_16<mode>(words[i]);
+          logits[m][2 * b + i / 2][i % 2 * 2] = two.x;
+          logits[m][2 * b + i / 2][i % 2 * 2 + 1] = two.y;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(Logits& logits, const Stage& stage,
+                                                int step) const {
+    const auto keys = sm80::shared_address(stage.key[slot]) + step * kStep * kPitch;
+    const int l = lane();
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int b = 0; b < kStep / 16; ++b) {
+        // Matrices of 8 keys by 8 numbers: two of the first keys, two of the next.
+        std::uint32_t four[4];
+        sm80::ldmatrix_x4(four,
+                          keys + b * 16 * kPitch + piece_at(l / 16 * 8 + l % 8, s * 2 + l / 8 % 2));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const std::uint32_t right[2] = {four[2 * j], four[2 * j + 1]};
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+            multiply_16<mode>(logits[m][2 * b + j], query[m][s], right);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void remove_absent(Logits& logits, std::uint64_t present) const {
+    const std::uint64_t mine = present >> (2 * (lane() % 4));
+#pragma unroll
+    for (int j = 0; j < kStep / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool there = mine >> (8 * j + e % 2) & 1;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          if (!there) logits[m][j][e] = kMinusInfinity;
+        }
+      }
+    }
+  }
+
+  // Subtracts another number from now on where logits have outgrown the one before.
+  __device__ __forceinline__ void follow_largest(const Logits& logits) {
+    float most[kM][2];
+    bool outgrown = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = fmaxf(logits[m][0][2 * h], logits[m][0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < kStep / 8; ++j) {
+          x = fmaxf(x, fmaxf(logits[m][j][2 * h], logits[m][j][2 * h + 1]));
+        }
+        most[m][h] = x;
+        outgrown |= x > limit[m][h];
+      }
+    }
+    if (__ballot_sync(0xffffffff, outgrown) == 0) return;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = most[m][h] * p.logit_scale;
+        x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+        x = fmaxf(x, shift[m][h]);
+        const float factor = sm80::exp2_approx(shift[m][h] - x);
+        shift[m][h] = x;
+        limit[m][h] = (x + kSlack) * p.slack_scale;
+        sums[m][2 * h] *= factor;
+        sums[m][2 * h + 1] *= factor;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          total[m][j][2 * h] *= factor;
+          total[m][j][2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float weight(float logit, int m, int h) const {
+    return sm80::exp2_approx(fmaf(logit, p.logit_scale, -shift[m][h]));
+  }
+
+  // The weights, and these times the values.
+  __device__ __forceinline__ void add_values(const Logits& logits, const Stage& stage, int step) {
+    constexpr std::uint32_t kOnes = mode == Mode::kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
+    const std::uint32_t ones[2] = {kOnes, kOnes};
+    const auto values = sm80::shared_address(stage.value[slot]) + step * kStep * kPitch;
+    const int l = lane();
+#pragma unroll
+    for (int b = 0; b < kStep / 16; ++b) {
+      std::uint32_t weights[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&four)[4] = logits[m][2 * b + i / 2];
+          const int h = i % 2;
+          weights[m][i] = pack_16<mode>(weight(four[2 * h], m, h), weight(four[2 * h + 1], m, h));
+        }
+        multiply_16<mode>(sums[m], weights[m], ones);
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        std::uint32_t four[4];
+        sm80::ldmatrix_x4_trans(
+            four, values + b * 16 * kPitch + piece_at(l / 8 % 2 * 8 + l % 8, j + l / 16));
+        const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          multiply_16<mode>(total[m][j], weights[m], left);
+          multiply_16<mode>(total[m][j + 1], weights[m], right);
+        }
+      }
+    }
+  }
+
+  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
+  __device__ __forceinline__ void store(bool any) {
+    std::uint32_t gates[kM][2][kTiles];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::uint16_t* line = projected(query_at(m, h), 3);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          gates[m][h][j] = load_two(line, query_at(m, h) < p.n, j * 8 + lane() % 4 * 2);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = query_at(m, h);
+        const float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
+        std::uint16_t* out = p.out + (row * p.n + at) * p.width + head * p.dim;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          const int column = j * 8 + lane() % 4 * 2;
+          const float2 gate = unpack_16<mode>(gates[m][h][j]);
+          const float x = total[m][j][2 * h] * inverse * sigmoid(gate.x);
+          const float y = total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
+          if (at >= p.n || !is_inside(column)) continue;
+          *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<mode>(x, y) : 0;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float sigmoid(float x) {
+    return sm80::reciprocal_approx(1.0f + sm80::exp2_approx(-kLog2E * x));
+  }
+};
+
+// At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+__global__ void __launch_bounds__(32 * query_warps * row_count,
+                                  (width <= 32 ? 384 : 256) / (32 * query_warps * row_count))
+    attend_kernel(const __grid_constant__ AttendParams params) {
+  Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
+}
+
+}  // namespace fused_ops::msa_row_attention
