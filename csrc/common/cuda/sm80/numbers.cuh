@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of the dtypes that the norm kernels read and write, as words of 32 bits.
+// Numbers of the dtypes that kernels read and write, as words of 32 bits.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include "common/cuda/sm80/instructions.cuh"
 #include "common/types.h"
 
-namespace fused_ops::triangular_multiplicative_update {
+namespace fused_ops {
 
 __host__ __device__ constexpr int bytes_of(DType type) {
   return type == DType::kFloat32 ? 4 : 2;
@@ -49,16 +49,19 @@ __device__ __forceinline__ std::uint32_t load_bits(const void* data, std::int64_
   }
 }
 
-// Consecutive words, aligned to their size all together.
+// Consecutive words, in accesses of 16 bytes, or of 8 where there are two.
 template <int kWords>
 __device__ __forceinline__ void load_words(const void* data, std::uint32_t (&words)[kWords]) {
-  static_assert(kWords == 2 || kWords == 4);
-  if constexpr (kWords == 4) {
-    const uint4 four = *static_cast<const uint4*>(data);
-    words[0] = four.x;
-    words[1] = four.y;
-    words[2] = four.z;
-    words[3] = four.w;
+  static_assert(kWords == 2 || kWords % 4 == 0);
+  if constexpr (kWords % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 four = static_cast<const uint4*>(data)[i / 4];
+      words[i] = four.x;
+      words[i + 1] = four.y;
+      words[i + 2] = four.z;
+      words[i + 3] = four.w;
+    }
   } else {
     const uint2 two = *static_cast<const uint2*>(data);
     words[0] = two.x;
@@ -86,4 +89,4 @@ __device__ __forceinline__ std::uint32_t pack_two(float first, float second) {
   return type == DType::kBFloat16 ? sm80::pack_bf16(first, second) : sm80::pack_f16(first, second);
 }
 
-}  // namespace fused_ops::triangular_multiplicative_update
+}  // namespace fused_ops
