@@ -37,8 +37,8 @@ bool is_floating(MaskType type) {
          type == MaskType::kFloat64;
 }
 
-Copy copy_of(const Stored& from, void* to, std::int64_t count) {
-  Copy copy;
+WeightCopy copy_of(const Stored& from, void* to, std::int64_t count) {
+  WeightCopy copy;
   if (!to) return copy;
   copy.from = from;
   copy.to = to;
@@ -48,25 +48,26 @@ Copy copy_of(const Stored& from, void* to, std::int64_t count) {
   return copy;
 }
 
-void list_copies(const PrepareProblem& p, DType type, Copy (&copies)[kCopies]) {
+void list_copies(const PrepareProblem& p, DType type, WeightCopy (&copies)[kCopies]) {
   const std::int64_t size = std::int64_t{p.sizes.width()} * p.sizes.channels;
   const Stored* projections[] = {&p.query, &p.key, &p.value, &p.gate};
   auto* to = static_cast<unsigned char*>(p.projections);
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 4; ++i) {
     copies[i] = copy_of(*projections[i], to + i * size * bytes_of(type), size);
+  }
   copies[4] = copy_of(p.out_proj, p.out_weight, size);
   copies[5] = copy_of(p.out_proj_bias, p.out_bias, p.sizes.channels);
 }
 
 // Axes of one element have any stride.
 void list_axes(const Sizes& sizes, const Msa& msa, PrepareParams* params) {
-  const Axis axes[] = {{sizes.n, msa.position_stride},
-                       {sizes.rows, msa.row_stride},
-                       {sizes.groups, msa.group_stride}};
+  const MsaAxis axes[] = {{sizes.n, msa.position_stride},
+                          {sizes.rows, msa.row_stride},
+                          {sizes.groups, msa.group_stride}};
   int count = 0;
-  for (const Axis& axis : axes) {
+  for (const MsaAxis& axis : axes) {
     if (axis.count == 1) continue;
-    Axis* inner = count > 0 ? &params->axes[count - 1] : nullptr;
+    MsaAxis* inner = count > 0 ? &params->axes[count - 1] : nullptr;
     if (inner && axis.stride == inner->count * inner->stride) {
       inner->count *= axis.count;
     } else {
@@ -101,7 +102,7 @@ void choose_prepare(PrepareParams& params, CUstream_st* stream) {
   const int channels = p.sizes.channels;
   bool vector = channels % 8 == 0 && aligned(p.msa.data) && aligned(p.normalised) &&
                 aligned(p.norm_weight.data) && aligned(p.norm_bias.data);
-  for (const Axis& axis : params.axes) vector &= axis.stride % kPiece == 0;
+  for (const MsaAxis& axis : params.axes) vector &= axis.stride % kPiece == 0;
   if (vector && channels <= 2 * 32 * kPiece) {
     launch_prepare<type, 2>(params, stream);
   } else if (vector && channels <= 4 * 32 * kPiece) {
@@ -123,6 +124,8 @@ void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream) {
   params.share = 1.0f;
   while (params.share > params.inverse) params.share /= 2;
   params.rest = static_cast<float>(sizes.channels) * params.share;
+  params.rest_inverse = 1.0f / params.rest;
+  params.rows = sizes.positions();
   if (problem.mask.data) {
     const MaskType type = problem.mask.type;
     params.mask_bytes = bytes_of(type);
@@ -131,7 +134,7 @@ void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream) {
         static_cast<unsigned>(ceil_div(sizes.all_rows() * mask_words(sizes.n), kPrepareWarps));
   }
   params.other_blocks = params.mask_blocks;
-  for (const Copy& copy : params.copies) params.other_blocks += copy.blocks;
+  for (const WeightCopy& copy : params.copies) params.other_blocks += copy.blocks;
   list_axes(sizes, problem.msa, &params);
   if (problem.msa.type == DType::kFloat32) {
     choose_prepare<DType::kFloat32>(params, stream);

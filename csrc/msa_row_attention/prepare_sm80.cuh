@@ -13,7 +13,7 @@ constexpr int kPrepareThreads = 128;
 constexpr int kPrepareWarps = kPrepareThreads / 32;
 
 // Numbers to be converted, one after the other. Zeros where there are none.
-struct Copy {
+struct WeightCopy {
   Stored from;
   void* to = nullptr;
   std::int64_t count = 0;
@@ -25,77 +25,30 @@ constexpr int kCopies = 6;
 constexpr int kCopyNumbers = 8 * kPrepareThreads;  // of a block
 
 // An axis of the rows of the MSA; axes that follow each other without a gap are one.
-struct Axis {
+struct MsaAxis {
   std::int64_t count = 1;
   std::int64_t stride = 0;
 };
 
 struct PrepareParams {
   PrepareProblem problem;
-  Copy copies[kCopies];
+  WeightCopy copies[kCopies];
   unsigned mask_blocks = 0;
   int mask_bytes = 0;         // of an element
   int mask_shift = 0;         // 1 for floating numbers
   unsigned other_blocks = 0;  // for all that is not LayerNorm
-  unsigned pairs = 0;         // of blocks for LayerNorm and others
-  Axis axes[3];               // the innermost first
+  unsigned pairs = 0;         // of a block of those and one for LayerNorm, which take turns
+  MsaAxis axes[3];            // the innermost first
   int axis_count = 0;
+  std::int64_t rows = 0;
   float inverse = 0.0f;  // 1 / channels
   float share = 0.0f;    // a power of two, not above that
   float rest = 0.0f;     // channels * share
-  int lanes_log2 = 0;    // lanes that share a row in registers
+  float rest_inverse = 0.0f;
+  int lanes_log2 = 0;  // lanes that share a row in registers
 };
 
-// kNumbers consecutive ones.
-template <DType type, int kNumbers>
-__device__ __forceinline__ void load_numbers_as(const void* data, std::int64_t index,
-                                                float (&numbers)[kNumbers]) {
-  std::uint32_t words[words_of(type, kNumbers)];
-  load_words(static_cast<const unsigned char*>(data) + index * bytes_of(type), words);
-  unpack<type>(words, numbers);
-}
-
-template <int kNumbers>
-__device__ __forceinline__ void load_numbers(const Stored& stored, std::int64_t index,
-                                             float (&numbers)[kNumbers]) {
-  if (stored.type == DType::kFloat32) {
-    load_numbers_as<DType::kFloat32>(stored.data, index, numbers);
-  } else if (stored.type == DType::kBFloat16) {
-    load_numbers_as<DType::kBFloat16>(stored.data, index, numbers);
-  } else {
-    load_numbers_as<DType::kFloat16>(stored.data, index, numbers);
-  }
-}
-
-template <DType type, int kNumbers>
-__device__ __forceinline__ void store_numbers_as(void* data, std::int64_t index,
-                                                 const float (&numbers)[kNumbers]) {
-  std::uint32_t words[words_of(type, kNumbers)];
-#pragma unroll
-  for (int i = 0; i < kNumbers; i += 2) {
-    if constexpr (type == DType::kFloat32) {
-      words[i] = __float_as_uint(numbers[i]);
-      words[i + 1] = __float_as_uint(numbers[i + 1]);
-    } else {
-      words[i / 2] = pack_two<type>(numbers[i], numbers[i + 1]);
-    }
-  }
-  store_words(static_cast<unsigned char*>(data) + index * bytes_of(type), words);
-}
-
-template <int kNumbers>
-__device__ __forceinline__ void store_numbers(void* data, DType type, std::int64_t index,
-                                              const float (&numbers)[kNumbers]) {
-  if (type == DType::kFloat32) {
-    store_numbers_as<DType::kFloat32>(data, index, numbers);
-  } else if (type == DType::kBFloat16) {
-    store_numbers_as<DType::kBFloat16>(data, index, numbers);
-  } else {
-    store_numbers_as<DType::kFloat16>(data, index, numbers);
-  }
-}
-
-__device__ __forceinline__ void copy_numbers(const Copy& copy, DType type, unsigned block,
+__device__ __forceinline__ void copy_numbers(const WeightCopy& copy, DType type, unsigned block,
                                              int thread) {
   const std::int64_t first = std::int64_t{block} * kCopyNumbers;
   float numbers[8];
@@ -164,7 +117,7 @@ __device__ __forceinline__ void pack_mask(const PrepareParams& params, unsigned 
 
 // Where a row of the MSA begins, in elements.
 __device__ __forceinline__ std::int64_t row_offset(const PrepareParams& params, std::int64_t row) {
-  const Axis(&axes)[3] = params.axes;
+  const MsaAxis(&axes)[3] = params.axes;
   if (params.axis_count == 1) return row * axes[0].stride;
   const std::int64_t line = row / axes[0].count;
   const std::int64_t outer = line / axes[1].count;
@@ -179,6 +132,13 @@ __device__ __forceinline__ std::int64_t row_offset(const PrepareParams& params, 
 template <DType type>
 constexpr bool kCorrects = type == DType::kFloat32;
 
+// The sum divided by `rest`: rounded correctly, in fewer instructions than the compiler takes. NaN
+// for an infinite one, as all results of such a row are.
+__device__ __forceinline__ float over_rest(const PrepareParams& params, float sum) {
+  const float about = sum * params.rest_inverse;
+  return fmaf(fmaf(-about, params.rest, sum), params.rest_inverse, about);
+}
+
 // From the mean of the squares of what numbers differ by from their mean, and the correction of the
 // latter. Both may be infinite.
 template <DType type>
@@ -188,12 +148,12 @@ __device__ __forceinline__ float variance(float squares, float correction) {
   return less >= 0.0f ? less : squares;
 }
 
-// Rows that stay in registers: a lane has kRepeats pieces of 16 bytes of each of its rows, 64 bytes
-// together, and all of them are under way before the first is used.
+// Rows that stay in registers: a lane has kRepeats pieces of 16 bytes of each of its rows, 32
+// numbers together, and all of them are under way before the first is used.
 template <DType type, int kRepeats>
 struct RowNorms {
   static constexpr int kPiece = 16 / bytes_of(type);
-  static constexpr int kRows = 4 / kRepeats;
+  static constexpr int kRows = 32 / (kRepeats * kPiece);
 
   const PrepareParams& params;
   int thread, lanes, channels;
@@ -212,9 +172,11 @@ struct RowNorms {
   __device__ __forceinline__ void add_lanes(float (&sums)[kRows]) const {
 #pragma unroll
     for (int other = 16; other > 0; other /= 2) {
-      if (other >= lanes) continue;
 #pragma unroll
-      for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+      for (float& sum : sums) {
+        const float more = __shfl_xor_sync(0xffffffffu, sum, other);
+        sum += other < lanes ? more : 0.0f;
+      }
     }
   }
 
@@ -241,7 +203,7 @@ struct RowNorms {
     const float share = params.share;
     sum_up(x, means, [share](float number, float sum) { return fmaf(number, share, sum); });
 #pragma unroll
-    for (float& mean : means) mean /= params.rest;
+    for (float& mean : means) mean = over_rest(params, mean);
   }
 
   __device__ __forceinline__ void run(unsigned block) const {
@@ -249,15 +211,19 @@ struct RowNorms {
     const int at_once = kPrepareThreads >> params.lanes_log2;
     const std::int64_t first =
         std::int64_t{block} * (at_once * kRows) + (thread >> params.lanes_log2);
-    const auto row = [&](int r) { return first + r * at_once; };
-    const std::int64_t rows = p.sizes.positions();
-
-    // Without branches around the loads: what is not there reads something else.
+    // All offsets, then all loads: no branches between them. What is not there reads something
+    // else.
+    std::int64_t offsets[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const std::int64_t row = first + r * at_once;
+      offsets[r] = row_offset(params, row < params.rows ? row : 0);
+    }
     std::uint32_t words[kRows][kRepeats][4];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const auto* from = static_cast<const unsigned char*>(p.msa.data) +
-                         row_offset(params, row(r) < rows ? row(r) : 0) * bytes_of(type);
+      const auto* from =
+          static_cast<const unsigned char*>(p.msa.data) + offsets[r] * bytes_of(type);
 #pragma unroll
       for (int i = 0; i < kRepeats; ++i) {
         load_words(from + channel_or_0(i) * bytes_of(type), words[r][i]);
@@ -301,8 +267,30 @@ struct RowNorms {
           y = kCorrects<type> ? fmaf(y, scale[r], correction[r]) : y * scale[r];
           y = fmaf(y, weight[e], bias[e]);
         }
-        if (row(r) < rows && inside(i)) {
-          store_numbers(p.normalised, type_of(p.mode), row(r) * channels + channel(i), x[r][i]);
+      }
+    }
+    const DType to = type_of(p.mode);
+    if (to == DType::kFloat32) {
+      store<DType::kFloat32>(first, x);
+    } else if (to == DType::kBFloat16) {
+      store<DType::kBFloat16>(first, x);
+    } else {
+      store<DType::kFloat16>(first, x);
+    }
+  }
+
+  template <DType to>
+  __device__ __forceinline__ void store(std::int64_t first,
+                                        const float (&x)[kRows][kRepeats][kPiece]) const {
+    const int at_once = kPrepareThreads >> params.lanes_log2;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const std::int64_t row = first + r * at_once;
+      if (row >= params.rows) return;
+#pragma unroll
+      for (int i = 0; i < kRepeats; ++i) {
+        if (inside(i)) {
+          store_numbers_as<to>(params.problem.normalised, row * channels + channel(i), x[r][i]);
         }
       }
     }
@@ -317,14 +305,14 @@ __device__ __forceinline__ void normalise_any(const PrepareParams& params, unsig
   const PrepareProblem& p = params.problem;
   const int lane = thread % 32, channels = p.sizes.channels;
   const std::int64_t row = std::int64_t{block} * kPrepareWarps + thread / 32;
-  if (row >= p.sizes.positions()) return;
+  if (row >= params.rows) return;
   const unsigned char* from =
       static_cast<const unsigned char*>(p.msa.data) + row_offset(params, row) * bytes_of(type);
   const float share = params.share;
   float mean = 0.0f;
 #pragma unroll 8
   for (int c = lane; c < channels; c += 32) mean = fmaf(load_number(from, type, c), share, mean);
-  mean = warp_sum(mean) / params.rest;
+  mean = over_rest(params, warp_sum(mean));
   float squares = 0.0f, correction = 0.0f;
 #pragma unroll 8
   for (int c = lane; c < channels; c += 32) {
@@ -333,7 +321,7 @@ __device__ __forceinline__ void normalise_any(const PrepareParams& params, unsig
     if (kCorrects<type>) correction = fmaf(x, share, correction);
   }
   squares = warp_sum(squares);
-  if (kCorrects<type>) correction = warp_sum(correction) / params.rest;
+  if (kCorrects<type>) correction = over_rest(params, warp_sum(correction));
   const float scale = rsqrtf(variance<type>(squares * params.inverse, correction) + p.eps);
   correction *= -scale;
 #pragma unroll 4
@@ -347,7 +335,7 @@ __device__ __forceinline__ void normalise_any(const PrepareParams& params, unsig
 
 // kRepeats as RowNorms has it, or 0 for any rows.
 template <DType type, int kRepeats>
-__global__ void __launch_bounds__(kPrepareThreads, 7)
+__global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
   const int thread = thread_index();
   // In turn, so that while there are others most of what is under way is LayerNorm.

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/cuda/sm80/instructions.cuh"
-#include "common/types.h"
+#include "common/stored.h"
 
 namespace fused_ops {
 
@@ -87,6 +87,55 @@ template <DType type>
 __device__ __forceinline__ std::uint32_t pack_two(float first, float second) {
   static_assert(type == DType::kBFloat16 || type == DType::kFloat16);
   return type == DType::kBFloat16 ? sm80::pack_bf16(first, second) : sm80::pack_f16(first, second);
+}
+
+// Consecutive numbers, in accesses of 16 bytes, or of 8 where they are no more.
+template <DType type, int kNumbers>
+__device__ __forceinline__ void load_numbers_as(const void* data, std::int64_t index,
+                                                float (&numbers)[kNumbers]) {
+  std::uint32_t words[words_of(type, kNumbers)];
+  load_words(static_cast<const unsigned char*>(data) + index * bytes_of(type), words);
+  unpack<type>(words, numbers);
+}
+
+template <int kNumbers>
+__device__ __forceinline__ void load_numbers(const Stored& stored, std::int64_t index,
+                                             float (&numbers)[kNumbers]) {
+  if (stored.type == DType::kFloat32) {
+    load_numbers_as<DType::kFloat32>(stored.data, index, numbers);
+  } else if (stored.type == DType::kBFloat16) {
+    load_numbers_as<DType::kBFloat16>(stored.data, index, numbers);
+  } else {
+    load_numbers_as<DType::kFloat16>(stored.data, index, numbers);
+  }
+}
+
+template <DType type, int kNumbers>
+__device__ __forceinline__ void store_numbers_as(void* data, std::int64_t index,
+                                                 const float (&numbers)[kNumbers]) {
+  std::uint32_t words[words_of(type, kNumbers)];
+#pragma unroll
+  for (int i = 0; i < kNumbers; i += 2) {
+    if constexpr (type == DType::kFloat32) {
+      words[i] = __float_as_uint(numbers[i]);
+      words[i + 1] = __float_as_uint(numbers[i + 1]);
+    } else {
+      words[i / 2] = pack_two<type>(numbers[i], numbers[i + 1]);
+    }
+  }
+  store_words(static_cast<unsigned char*>(data) + index * bytes_of(type), words);
+}
+
+template <int kNumbers>
+__device__ __forceinline__ void store_numbers(void* data, DType type, std::int64_t index,
+                                              const float (&numbers)[kNumbers]) {
+  if (type == DType::kFloat32) {
+    store_numbers_as<DType::kFloat32>(data, index, numbers);
+  } else if (type == DType::kBFloat16) {
+    store_numbers_as<DType::kBFloat16>(data, index, numbers);
+  } else {
+    store_numbers_as<DType::kFloat16>(data, index, numbers);
+  }
 }
 
 }  // namespace fused_ops
