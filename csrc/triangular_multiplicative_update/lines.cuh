@@ -44,18 +44,6 @@ __device__ __forceinline__ Line line_of(const Sizes& sizes, int group, int in_gr
   return line;
 }
 
-// Rounded to `type`.
-__device__ __forceinline__ void store_number(void* data, DType type, std::int64_t index,
-                                             float number) {
-  if (type == DType::kFloat32) {
-    static_cast<float*>(data)[index] = number;
-    return;
-  }
-  const std::uint32_t bits =
-      type == DType::kBFloat16 ? sm80::pack_bf16(number, 0.0f) : sm80::pack_f16(number, 0.0f);
-  static_cast<std::uint16_t*>(data)[index] = static_cast<std::uint16_t>(bits);
-}
-
 inline void list_linears(const Weights& weights, Linear (&linears)[kLinears]) {
   const Linear all[kLinears] = {weights.proj_a, weights.gate_a,   weights.proj_b,
                                 weights.gate_b, weights.out_proj, weights.out_gate};

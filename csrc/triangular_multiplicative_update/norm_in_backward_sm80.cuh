@@ -7,7 +7,7 @@
 // is touched in stretches of several rows.
 #pragma once
 
-#include "triangular_multiplicative_update/numbers.cuh"
+#include "common/cuda/sm80/numbers.cuh"
 #include "triangular_multiplicative_update/triangular_multiplicative_update.h"
 
 namespace fused_ops::triangular_multiplicative_update {

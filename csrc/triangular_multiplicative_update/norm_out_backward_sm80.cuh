@@ -10,7 +10,7 @@
 
 #include <type_traits>
 
-#include "triangular_multiplicative_update/numbers.cuh"
+#include "common/cuda/sm80/numbers.cuh"
 #include "triangular_multiplicative_update/triangular_multiplicative_update.h"
 
 namespace fused_ops::triangular_multiplicative_update {

@@ -24,6 +24,18 @@ __device__ __forceinline__ float load_or(const Stored& stored, std::int64_t inde
   return stored.data ? load_number(stored.data, stored.type, index) : otherwise;
 }
 
+// Rounded to `type`.
+__device__ __forceinline__ void store_number(void* data, DType type, std::int64_t index,
+                                             float number) {
+  if (type == DType::kFloat32) {
+    static_cast<float*>(data)[index] = number;
+    return;
+  }
+  const std::uint32_t bits =
+      type == DType::kBFloat16 ? sm80::pack_bf16(number, 0.0f) : sm80::pack_f16(number, 0.0f);
+  static_cast<std::uint16_t*>(data)[index] = static_cast<std::uint16_t>(bits);
+}
+
 // An element of a mask, 1 where there is none.
 __device__ __forceinline__ float load_mask(const void* data, MaskType type, std::int64_t at) {
   if (!data) return 1.0f;
