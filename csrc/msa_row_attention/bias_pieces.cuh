@@ -18,11 +18,15 @@ __device__ __forceinline__ std::uint32_t pack_two(float first, float second) {
   return type == DType::kBFloat16 ? sm80::pack_bf16(first, second) : sm80::pack_f16(first, second);
 }
 
-template <DType type, int kWords>
-__device__ __forceinline__ void unpack_eight(const std::uint32_t (&words)[kWords],
+// Words of eight numbers.
+template <DType type>
+constexpr int kWordsOfEight = type == DType::kFloat32 ? 8 : 4;
+
+template <DType type>
+__device__ __forceinline__ void unpack_eight(const std::uint32_t (&words)[kWordsOfEight<type>],
                                              float (&numbers)[8]) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < kWordsOfEight<type>; ++i) {
     if constexpr (type == DType::kFloat32) {
       numbers[i] = __uint_as_float(words[i]);
     } else {
@@ -32,6 +36,26 @@ __device__ __forceinline__ void unpack_eight(const std::uint32_t (&words)[kWords
       numbers[2 * i + 1] = two.y;
     }
   }
+}
+
+// The first `there` of eight numbers as they are stored, zero for the others; all loads are under
+// way before the first is converted.
+__device__ __forceinline__ void load_eight(const Stored& stored, std::int64_t at, int there,
+                                           float (&numbers)[8]) {
+  if (stored.type == DType::kFloat32) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      numbers[e] = e < there ? static_cast<const float*>(stored.data)[at + e] : 0.0f;
+    }
+    return;
+  }
+  std::uint32_t bits[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    bits[e] = e < there ? static_cast<const std::uint16_t*>(stored.data)[at + e] : 0;
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) numbers[e] = from_bits(bits[e], stored.type);
 }
 
 // Of lane 4 * g + t: pairs g and g + 8, channels 32 * block + 8 * t to + 7 of the chunk.
@@ -45,72 +69,60 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// To fp32's accuracy, without the special cases of a division.
+__device__ __forceinline__ float reciprocal(int count) {
+  const float number = static_cast<float>(count);
+  const float near = sm80::reciprocal_approx(number);
+  return fmaf(near, fmaf(-number, near, 1.0f), near);
+}
+
 // Of pairs g and g + 8, the same in all four lanes of a g.
 struct BiasStatistics {
   float mean[2];
   float squares[2];  // of the deviations from it
   float rstd[2];
 
-  // Takes one more chunk in, and subtracts its mean (the whole mean, if it is the only one).
-  // Channels beyond the last are zero, and stay so.
-  __device__ __forceinline__ void take(BiasPairs& x, int chunk, int channels, int t) {
+  // Subtracts a mean: with `taken` that of all channels, of which the chunks were taken in before;
+  // else that of the chunk, which is taken in.
+  __device__ __forceinline__ void subtract(BiasPairs& x, bool taken, int chunk, int channels,
+                                           int t) {
     const int before = chunk * kBiasChunk;
     const int here = channels - before < kBiasChunk ? channels - before : kBiasChunk;
-    const float per_channel = 1.0f / static_cast<float>(here);
-    float center[2];
+    float center[2] = {mean[0], mean[1]};
+    if (!taken) {
+      const float per_channel = reciprocal(here);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float part[4];
+      for (int half = 0; half < 2; ++half) {
+        float part[4];
 #pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        const float (&p)[8] = x.numbers[half][block];
-        part[block] = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
-      }
-      center[half] = quad_sum((part[0] + part[1]) + (part[2] + part[3])) * per_channel;
-    }
-    float spread[2];
-    if (here == kBiasChunk) {
-      deviations<true>(x, center, spread, here, t);
-    } else {
-      deviations<false>(x, center, spread, here, t);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (chunk == 0) {
-        mean[half] = center[half];
-        squares[half] = spread[half];
-      } else {
-        const float share = static_cast<float>(here) / static_cast<float>(before + here);
-        const float shift = center[half] - mean[half];
-        mean[half] = fmaf(shift, share, mean[half]);
-        squares[half] += fmaf(shift * shift, share * static_cast<float>(before), spread[half]);
+        for (int block = 0; block < 4; ++block) {
+          const float (&p)[8] = x.numbers[half][block];
+          part[block] = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
+        }
+        center[half] = quad_sum((part[0] + part[1]) + (part[2] + part[3])) * per_channel;
       }
     }
-  }
-
-  __device__ __forceinline__ void finish(int channels, float eps) {
-    const float per_channel = 1.0f / static_cast<float>(channels);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      rstd[half] = rsqrtf(fmaf(squares[half], per_channel, eps));
-    }
-  }
-
-  __device__ __forceinline__ void subtract_mean(BiasPairs& x) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) x.numbers[half][block][e] -= mean[half];
+        for (int e = 0; e < 8; ++e) x.numbers[half][block][e] -= center[half];
       }
     }
-  }
-
- private:
-  template <bool kFull>
-  static __device__ __forceinline__ void deviations(BiasPairs& x, const float (&center)[2],
-                                                    float (&spread)[2], int channels, int t) {
+    if (taken) return;
+    if (here < kBiasChunk) {  // what is not there does not deviate
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            if (block * 32 + t * 8 + e >= here) x.numbers[half][block][e] = 0.0f;
+          }
+        }
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float part[4] = {};
@@ -118,21 +130,35 @@ struct BiasStatistics {
       for (int block = 0; block < 4; ++block) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          float& number = x.numbers[half][block][e];
-          const bool there = kFull || block * 32 + t * 8 + e < channels;
-          number = there ? number - center[half] : 0.0f;
-          part[block] = fmaf(number, number, part[block]);
+          const float deviation = x.numbers[half][block][e];
+          part[block] = fmaf(deviation, deviation, part[block]);
         }
       }
-      spread[half] = quad_sum((part[0] + part[1]) + (part[2] + part[3]));
+      const float spread = quad_sum((part[0] + part[1]) + (part[2] + part[3]));
+      if (chunk == 0) {
+        mean[half] = center[half];
+        squares[half] = spread;
+      } else {
+        const float share = static_cast<float>(here) * reciprocal(before + here);
+        const float shift = center[half] - mean[half];
+        mean[half] = fmaf(shift, share, mean[half]);
+        squares[half] += fmaf(shift * shift, share * static_cast<float>(before), spread);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(float per_channel, float eps) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rstd[half] = rsqrtf(fmaf(squares[half], per_channel, eps));
     }
   }
 };
 
 // Weights as a lane takes them, in pieces of eight channels: piece (octet of heads, chunk, block,
-// lane) holds head g, channels 8t to 8t + 7 of the block; zero beyond the last ones. For tensor
-// cores a piece is 16 bytes; for others the same number of 32 lanes' pieces follow each other,
-// those of the eight heads side by side.
+// lane) holds head g, channels 8t to 8t + 7 of the block; zero beyond the last ones. For the tensor
+// cores it is 16 bytes; else 32 lanes' pieces are mixed, channel by channel, so that a lane finds
+// the eight heads of its channel side by side.
 template <Mode mode>
 struct BiasTable {
   static constexpr bool kSixteen = type_of(mode) != DType::kFloat32;
@@ -147,6 +173,7 @@ struct BiasTable {
     return weights + (octet * chunks + chunk) * kWeightBytes;
   }
 
+  // By all threads of the block.
   __device__ __forceinline__ void fill(const BiasProblem& problem, int first_octet, int octets,
                                        int first_chunk, int some_chunks, int thread,
                                        int threads) const {
@@ -159,17 +186,16 @@ struct BiasTable {
       const int head = (first_octet + octet) * 8 + lane / 4;
       const int channel = (first_chunk + chunk) * kBiasChunk + block * 32 + lane % 4 * 8;
       float numbers[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const bool there = head < sizes.heads && channel + e < sizes.pair_channels;
-        const std::int64_t at = std::int64_t{head} * sizes.pair_channels + channel + e;
-        numbers[e] = there ? load_number(problem.weight.data, problem.weight.type, at) : 0.0f;
-      }
+      load_eight(problem.weight, std::int64_t{head} * sizes.pair_channels + channel,
+                 head < sizes.heads ? sizes.pair_channels - channel : 0, numbers);
       if constexpr (kSixteen) {
-        constexpr DType kType = type_of(mode);
-        reinterpret_cast<uint4*>(of(octet, chunk))[index % 128] = make_uint4(
-            pack_two<kType>(numbers[0], numbers[1]), pack_two<kType>(numbers[2], numbers[3]),
-            pack_two<kType>(numbers[4], numbers[5]), pack_two<kType>(numbers[6], numbers[7]));
+        std::uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          words[i] = pack_two<type_of(mode)>(numbers[2 * i], numbers[2 * i + 1]);
+        }
+        reinterpret_cast<uint4*>(of(octet, chunk))[index % 128] =
+            make_uint4(words[0], words[1], words[2], words[3]);
       } else {
         auto* to = reinterpret_cast<float*>(of(octet, chunk)) + block * 256 + lane % 4 * 8;
 #pragma unroll
@@ -205,74 +231,51 @@ struct BiasTable {
     }
   }
 
-  // Adds to the sums of octets `octet` and, if wanted, the next; as results of mma.m16n8k16.
+  // Adds the product of a block of channels to the sums of heads of octets `octet` and, if wanted,
+  // the next; operands and results as of two mma.m16n8k16.
   template <int kOctets>
-  __device__ __forceinline__ void multiply(BiasPairs& x, bool normed,
-                                           const BiasStatistics& statistics, int octet, int chunk,
-                                           bool second, int lane, float (&sum)[kOctets][4]) const {
+  __device__ __forceinline__ void multiply(const std::uint32_t (&a)[2][4], int octet, int chunk,
+                                           int block, bool second, int lane,
+                                           float (&sum)[kOctets][4]) const {
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+      if (o > 0 && !second) break;
+      const uint4 four = reinterpret_cast<const uint4*>(of(octet + o, chunk))[block * 32 + lane];
+      const std::uint32_t b[2][2] = {{four.x, four.y}, {four.z, four.w}};
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        if constexpr (mode == Mode::kBFloat16) {
+          sm80::mma_bf16(sum[o], a[s], b[s]);
+        } else {
+          sm80::mma_f16(sum[o], a[s], b[s]);
+        }
+      }
+    }
+  }
+
+  // Likewise that of a chunk, with fp32 multiplications.
+  __device__ __forceinline__ void multiply(const BiasPairs& x, int octet, int chunk, int t,
+                                           float (&sum)[4]) const {
+    float part[2][8] = {};
+    const float* from = reinterpret_cast<const float*>(of(octet, chunk)) + t * 8;
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      if (normed) normalise(x, statistics, chunk, block, lane % 4);
-      if constexpr (kSixteen) {
-        std::uint32_t a[2][4];
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
+      for (int e = 0; e < 8; ++e) {
+        const auto* four = reinterpret_cast<const float4*>(from + block * 256 + e * 32);
+        const float4 low = four[0];
+        const float4 high = four[1];
+        const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float* two = x.numbers[half][block] + 2 * word;
-            a[word / 2][word % 2 * 2 + half] = pack_two<type_of(mode)>(two[0], two[1]);
-          }
-        }
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int o = 0; o < kOctets; ++o) {
-          if (o > 0 && !second) break;
-          const uint4 w = reinterpret_cast<const uint4*>(of(octet + o, chunk))[block * 32 + lane];
-          multiply_add(sum[o], a[0], {w.x, w.y});
-          multiply_add(sum[o], a[1], {w.z, w.w});
-        }
-      }
-    }
-    if constexpr (!kSixteen) {
-      static_assert(kOctets == 1);
-      float part[2][8] = {};
-      const float* from = reinterpret_cast<const float*>(of(octet, chunk)) + lane % 4 * 8;
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const auto* four = reinterpret_cast<const float4*>(from + block * 256 + e * 32);
-          const float4 low = four[0];
-          const float4 high = four[1];
-          const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int head = 0; head < 8; ++head) {
-              part[half][head] = fmaf(x.numbers[half][block][e], w[head], part[half][head]);
-            }
+          for (int head = 0; head < 8; ++head) {
+            part[half][head] = fmaf(x.numbers[half][block][e], w[head], part[half][head]);
           }
         }
       }
-      add_of_quad(part, lane % 4, sum[0]);
     }
-  }
-
- private:
-  struct Two {
-    std::uint32_t words[2];
-  };
-  static __device__ __forceinline__ void multiply_add(float (&sum)[4], const std::uint32_t (&a)[4],
-                                                      const Two& b) {
-    if constexpr (mode == Mode::kBFloat16) {
-      sm80::mma_bf16(sum, a, b.words);
-    } else {
-      sm80::mma_f16(sum, a, b.words);
-    }
-  }
-
-  // The sums over four lanes, of which lane t gets heads 2t and 2t + 1.
-  static __device__ __forceinline__ void add_of_quad(const float (&part)[2][8], int t,
-                                                     float (&sum)[4]) {
+    // Of the sums over four lanes lane t gets heads 2t and 2t + 1.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float four[4];

@@ -27,7 +27,7 @@ BiasAccess access_of(const BiasProblem& problem) {
   if ((steps | static_cast<std::uint64_t>(problem.sizes.pair_channels * size)) % 16 == 0) {
     return BiasAccess::kPieces;
   }
-  return steps % 4 == 0 ? BiasAccess::kWords : BiasAccess::kElements;
+  return steps % 4 == 0 ? BiasAccess::kWords : BiasAccess::kNumbers;
 }
 
 template <Mode mode, DType pair_type>
@@ -35,16 +35,19 @@ void launch_bias(const BiasProblem& problem, CUstream_st* stream) {
   using Kernel = BiasKernel<mode, pair_type>;
   BiasParams params;
   params.problem = problem;
+  params.n = static_cast<int>(problem.sizes.n);
   params.blocks = static_cast<int>(bias_blocks(problem.sizes.n));
   params.tiles = problem.sizes.groups * params.blocks * params.blocks;
   params.chunks = static_cast<int>(ceil_div(problem.sizes.pair_channels, kBiasChunk));
+  params.passes = problem.norm_weight.data && params.chunks > 1 ? 2 : 1;
+  params.per_channel = 1.0f / static_cast<float>(problem.sizes.pair_channels);
   params.octets = static_cast<int>(ceil_div(problem.sizes.heads, 8));
   params.access = access_of(problem);
   params.resident = std::int64_t{params.octets} * params.chunks * Kernel::Table::kWeightBytes +
                         std::int64_t{params.chunks} * Kernel::Table::kNormBytes <=
                     kMostTableBytes;
   const int shared = params.resident ? Kernel::shared_bytes(params.octets, params.chunks)
-                                     : Kernel::shared_bytes(Kernel::kOctetsHeld, 1);
+                                     : Kernel::shared_bytes(Kernel::kOctets, 1);
   // As many as there is room for at once, each for several tiles that follow each other.
   const int resident = std::max(1, std::min(2, shared_bytes_of_multiprocessor() / (shared + 1024)));
   const std::int64_t grid = std::min<std::int64_t>(params.tiles, multiprocessors() * resident);

@@ -18,56 +18,60 @@
 
 namespace fused_ops::msa_row_attention {
 
-// How pieces of 16 bytes may be read.
-enum class BiasAccess : std::uint8_t { kPieces, kWords, kElements };
+// At a time: 16 bytes; four; a number.
+enum class BiasAccess : std::uint8_t { kPieces, kWords, kNumbers };
 
 struct BiasParams {
   BiasProblem problem;
   std::int64_t tiles = 0;  // of all groups
-  int blocks = 0;          // of kBiasBlock positions
-  int chunks = 0;          // of kBiasChunk channels
-  int octets = 0;          // of heads
-  BiasAccess access = BiasAccess::kElements;
+  int n = 0;
+  int blocks = 0;  // of kBiasBlock positions
+  int chunks = 0;  // of kBiasChunk channels
+  int passes = 0;  // over the channels: with a LayerNorm of several chunks two
+  int octets = 0;  // of heads
+  float per_channel = 0.0f;
+  BiasAccess access = BiasAccess::kNumbers;
   bool resident = false;  // the tables of all heads and channels are in shared memory
 };
 
 constexpr int kBiasThreads = 256;
 constexpr int kBiasRing = 64 * 1024;  // bytes of pairs on their way to a block
 
-// Shared memory holds the ring, then the weights, then weight and bias of the LayerNorm.
+// Shared memory holds the ring, then the table's weights, then those of the LayerNorm.
 template <Mode mode, DType pair_type>
 struct BiasKernel {
-  static constexpr bool kSixteen = type_of(mode) != DType::kFloat32;
-  static constexpr int kOctetsHeld = kSixteen ? 2 : 1;  // whose sums a warp has in registers
-  static constexpr int kPieceWords = pair_type == DType::kFloat32 ? 8 : 4;  // of eight channels
-  static constexpr int kStageLines = 2 * kPieceWords;                       // of 16 bytes a lane
-  static constexpr int kStages = kBiasRing / kBiasThreads / 16 / kStageLines;
-  static constexpr int kHeldWords = kSixteen ? 2 : 4;
+  static constexpr DType kType = type_of(mode);
+  static constexpr bool kSixteen = kType != DType::kFloat32;
+  static constexpr int kOctets = kSixteen ? 2 : 1;  // whose sums a warp has in registers
+  static constexpr int kWords = kWordsOfEight<pair_type>;
+  static constexpr int kPieces = kWords / 4;  // of 16 bytes, of eight channels
+  static constexpr int kStagePieces = 8 * kPieces;
+  static constexpr int kStages = kBiasRing / kBiasThreads / 16 / kStagePieces;
+  static_assert((kStages & (kStages - 1)) == 0);
+  static constexpr int kHeld = kSixteen ? 2 : 4;  // words of four results
   using Table = BiasTable<mode>;
+  using Words = std::uint32_t[2][4][kWords];  // of pairs g and g + 8
 
   static constexpr int shared_bytes(int octets, int chunks) {
     return kBiasRing + octets * chunks * Table::kWeightBytes + chunks * Table::kNormBytes;
   }
 
-  // The walk through the steps of a warp: chunks within passes (of a norm over several chunks there
-  // are two: statistics, product), within the two queries, within heads, within tiles.
+  // Where a warp is, in its steps: chunks within passes (statistics, product) within the two
+  // queries within heads within tiles, which follow each other along the keys.
   struct Walk {
-    std::int64_t group;
-    int i_block, j_block;
-    int octet, query, pass, chunk;
-    int tiles;  // left, this one included
+    int group, i_block, j_block;
+    int octet;
+    int phase;  // query * passes + pass
+    int chunk;
 
-    __device__ __forceinline__ void next(const BiasParams& params, int passes) {
+    __device__ __forceinline__ void next(const BiasParams& params) {
       if (++chunk < params.chunks) return;
       chunk = 0;
-      if (++pass < passes) return;
-      pass = 0;
-      query ^= 1;
-      if (query != 0) return;
-      octet += kOctetsHeld;
+      if (++phase < 2 * params.passes) return;
+      phase = 0;
+      octet += kOctets;
       if (octet < params.octets) return;
       octet = 0;
-      --tiles;
       if (++j_block < params.blocks) return;
       j_block = 0;
       if (++i_block < params.blocks) return;
@@ -79,230 +83,276 @@ struct BiasKernel {
   const BiasParams& params;
   int thread;
 
-  __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int passes() const {
-    return params.problem.norm_weight.data && params.chunks > 1 ? 2 : 1;
+  __device__ __forceinline__ int warp() const { return thread >> 5; }
+  __device__ __forceinline__ int g() const { return thread >> 2 & 7; }
+  __device__ __forceinline__ int t() const { return thread & 3; }
+  __device__ __forceinline__ bool second_query(const Walk& at) const {
+    return at.phase >= params.passes;
+  }
+  __device__ __forceinline__ bool is_product(const Walk& at) const {  // not statistics
+    return params.passes == 1 || at.phase % 2 != 0;
+  }
+  __device__ __forceinline__ int query(const Walk& at) const {
+    return at.i_block * kBiasBlock + warp() + (second_query(at) ? 8 : 0);
+  }
+  __device__ __forceinline__ int key(const Walk& at, int half) const {
+    return at.j_block * kBiasBlock + g() + half * 8;
   }
   __device__ __forceinline__ unsigned char* shared() const {
     return shared_memory<unsigned char[kBiasRing]>();
   }
   __device__ __forceinline__ Table table() const {
-    const int octets = params.resident ? params.octets : kOctetsHeld;
+    const int octets = params.resident ? params.octets : kOctets;
     const int chunks = params.resident ? params.chunks : 1;
     unsigned char* weights = shared() + kBiasRing;
     return {weights, reinterpret_cast<float*>(weights + octets * chunks * Table::kWeightBytes),
             chunks};
   }
-  // A line of this lane's; those of a warp lie side by side.
-  __device__ __forceinline__ uint4* line(int stage, int index) const {
-    return reinterpret_cast<uint4*>(shared()) + (thread / 32 * kStages + stage) * kStageLines * 32 +
-           index * 32 + lane();
+  // This lane's piece (half, block, which) of a stage; those of a warp lie side by side.
+  __device__ __forceinline__ uint4* piece(int stage, int half, int block, int which) const {
+    const int index = (half * 4 + block) * kPieces + which;
+    return reinterpret_cast<uint4*>(shared()) +
+           ((warp() * kStages + stage) * kStagePieces + index) * 32 + (thread & 31);
   }
 
-  __device__ __forceinline__ Walk start() const {
-    const std::int64_t first = blockIdx.x * params.tiles / gridDim.x;
-    const std::int64_t end = (blockIdx.x + std::int64_t{1}) * params.tiles / gridDim.x;
+  // The tiles from `first` on.
+  __device__ __forceinline__ Walk start(std::int64_t first) const {
     const std::int64_t of_group = std::int64_t{params.blocks} * params.blocks;
     Walk walk{};
-    walk.group = first / of_group;
+    walk.group = static_cast<int>(first / of_group);
     walk.i_block = static_cast<int>(first % of_group / params.blocks);
     walk.j_block = static_cast<int>(first % params.blocks);
-    walk.tiles = static_cast<int>(end - first);
     return walk;
   }
 
   // Asks for what the lane needs in a step; what is not there becomes zero.
   __device__ __forceinline__ void ask(const Walk& at, int stage) const {
     const Pairs& pair = params.problem.pair;
-    const Sizes& sizes = params.problem.sizes;
     constexpr int kSize = pair_type == DType::kFloat32 ? 4 : 2;
-    const std::int64_t i = std::int64_t{at.i_block} * kBiasBlock + thread / 32 + at.query * 8;
-    const int channel = at.chunk * kBiasChunk + lane() % 4 * 8;
+    const int channel = at.chunk * kBiasChunk + t() * 8;
+    const int left = (params.problem.sizes.pair_channels - channel) * kSize;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t j = std::int64_t{at.j_block} * kBiasBlock + lane() / 4 + half * 8;
-      const int left = i < sizes.n && j < sizes.n ? (sizes.pair_channels - channel) * kSize : 0;
-      // Strides of axes of length 1 may be anything, also what spoils the alignment.
-      const std::int64_t element =
-          at.group * pair.group_stride + i * pair.i_stride + j * pair.j_stride + channel;
-      const unsigned char* from =
-          static_cast<const unsigned char*>(pair.data) + (left > 0 ? element : 0) * kSize;
+      const bool there = query(at) < params.n && key(at, half) < params.n;
+      const std::int64_t element = std::int64_t{at.group} * pair.group_stride +
+                                   query(at) * pair.i_stride + key(at, half) * pair.j_stride +
+                                   channel;
+      // Where there is nothing to read, the address must be aligned still.
+      const auto* from =
+          static_cast<const unsigned char*>(pair.data) + (there ? element : 0) * kSize;
+      const int bytes = there ? left : 0;
       if (params.access == BiasAccess::kPieces) {
 #pragma unroll
-        for (int index = 0; index < kPieceWords; ++index) {
-          constexpr int kLines = kPieceWords / 4;  // of a piece
-          const int byte = index / kLines * 32 * kSize + index % kLines * 16;
-          sm80::cp_async_16(line(stage, half * kPieceWords + index), from + byte,
-                            byte < left ? 16 : 0);
+        for (int block = 0; block < 4; ++block) {
+#pragma unroll
+          for (int which = 0; which < kPieces; ++which) {
+            const int byte = block * 32 * kSize + which * 16;
+            sm80::cp_async_16(piece(stage, half, block, which), from + byte, byte < bytes ? 16 : 0);
+          }
         }
       } else {
-        ask_slowly(from, left, stage, half);
+        ask_slowly(from, bytes, stage, half);
       }
     }
   }
 
-  // A pair whose address is not a multiple of 16.
-  __device__ __forceinline__ void ask_slowly(const unsigned char* from, int left, int stage,
+  __device__ __forceinline__ void ask_slowly(const unsigned char* from, int bytes, int stage,
                                              int half) const {
 #pragma unroll 1
     for (int block = 0; block < 4; ++block) {
 #pragma unroll
-      for (int word = 0; word < kPieceWords; ++word) {
-        const int byte = block * kPieceWords * 16 + word * 4;
-        const int there = left - byte < 0 ? 0 : left - byte > 4 ? 4 : left - byte;
-        auto* to = reinterpret_cast<std::uint32_t*>(
-                       line(stage, half * kPieceWords + block * (kPieceWords / 4) + word / 4)) +
-                   word % 4;
+      for (int word = 0; word < kWords; ++word) {
+        const int byte = block * kWords * 16 + word * 4;
+        const int left = bytes - byte;
+        auto* to = reinterpret_cast<std::uint32_t*>(piece(stage, half, block, word / 4)) + word % 4;
         if (params.access == BiasAccess::kWords) {
-          sm80::cp_async_4(to, there > 0 ? from + byte : from, there);
-        } else if constexpr (pair_type != DType::kFloat32) {  // of which words are elements
+          sm80::cp_async_4(to, left > 0 ? from + byte : from, left < 0 ? 0 : left > 4 ? 4 : left);
+        } else if constexpr (kWords == 4) {  // fp32 numbers are words
           const auto* two = reinterpret_cast<const std::uint16_t*>(from + byte);
-          const std::uint32_t low = there > 0 ? two[0] : 0;
-          const std::uint32_t high = there > 2 ? two[1] : 0;
+          const std::uint32_t low = left > 0 ? two[0] : 0;
+          const std::uint32_t high = left > 2 ? two[1] : 0;
           *to = low | high << 16;
         }
       }
     }
   }
 
-  __device__ __forceinline__ void read(int stage, BiasPairs& x) const {
+  __device__ __forceinline__ void read(int stage, Words& words) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
-        std::uint32_t words[kPieceWords];
 #pragma unroll
-        for (int i = 0; i < kPieceWords / 4; ++i) {
-          const uint4 four = *line(stage, half * kPieceWords + block * (kPieceWords / 4) + i);
-          words[4 * i] = four.x;
-          words[4 * i + 1] = four.y;
-          words[4 * i + 2] = four.z;
-          words[4 * i + 3] = four.w;
+        for (int which = 0; which < kPieces; ++which) {
+          const uint4 four = *piece(stage, half, block, which);
+          std::uint32_t* to = words[half][block] + which * 4;
+          to[0] = four.x;
+          to[1] = four.y;
+          to[2] = four.z;
+          to[3] = four.w;
         }
-        unpack_eight<pair_type>(words, x.numbers[half][block]);
       }
     }
   }
 
-  // Sums of eight heads of pairs g (the first two: heads 2t, 2t + 1) and g + 8 to what is stored of
-  // keys 2(g / 2), the next, and both 8 further, of head 2t + g % 2.
+  // A step but for what comes before and after its product.
+  template <bool kNormed>
+  __device__ __forceinline__ void take(const Words& words, const Walk& at,
+                                       BiasStatistics& statistics, float (&sum)[kOctets][4]) const {
+    constexpr bool kAsTheyAre = !kNormed && pair_type == kType;
+    BiasPairs x;
+    if constexpr (!kAsTheyAre || !kSixteen) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+          unpack_eight<pair_type>(words[half][block], x.numbers[half][block]);
+        }
+      }
+    }
+    if constexpr (kNormed) {
+      const bool taken = params.passes > 1 && is_product(at);
+      statistics.subtract(x, taken, at.chunk, params.problem.sizes.pair_channels, t());
+      if (!taken && at.chunk + 1 == params.chunks) {
+        statistics.finish(params.per_channel, params.problem.eps);
+      }
+      if (!is_product(at)) return;
+    }
+    const Table weights = table();
+    const int octet = params.resident ? at.octet : 0;
+    const int chunk = params.resident ? at.chunk : 0;
+    const bool second = at.octet + 1 < params.octets;
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      if constexpr (kNormed) weights.normalise(x, statistics, chunk, block, t());
+      if constexpr (kSixteen) {
+        std::uint32_t a[2][4];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            std::uint32_t& to = a[word / 2][word % 2 * 2 + half];
+            if constexpr (kAsTheyAre) {
+              to = words[half][block][word];
+            } else {
+              const float* two = x.numbers[half][block] + 2 * word;
+              to = pack_two<kType>(two[0], two[1]);
+            }
+          }
+        }
+        weights.multiply(a, octet, chunk, block, second, thread & 31, sum);
+      }
+    }
+    if constexpr (!kSixteen) weights.multiply(x, octet, chunk, t(), sum[0]);
+  }
+
+  // From sums of pair g, heads 2t and 2t + 1, and of pair g + 8, to what is stored: of head
+  // 2t + g % 2 the keys 2 * (g / 2), the next one, and both 8 further.
   __device__ __forceinline__ void arrange(const Walk& at, const float (&sum)[4],
-                                          float (&stored)[4]) const {
-    const Sizes& sizes = params.problem.sizes;
-    const std::int64_t i = std::int64_t{at.i_block} * kBiasBlock + thread / 32 + at.query * 8;
-    const bool odd = lane() / 4 % 2 != 0;
+                                          std::uint32_t (&words)[kHeld]) const {
+    const bool odd = g() % 2 != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t j = std::int64_t{at.j_block} * kBiasBlock + lane() / 4 + half * 8;
-      const bool there = i < sizes.n && j < sizes.n;
+      const bool there = query(at) < params.n && key(at, half) < params.n;
       const float first = there ? sum[2 * half] * params.problem.scale : 0.0f;
       const float second = there ? sum[2 * half + 1] * params.problem.scale : 0.0f;
       const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
-      stored[2 * half] = odd ? other : first;
-      stored[2 * half + 1] = odd ? second : other;
+      const float low = odd ? other : first;
+      const float high = odd ? second : other;
+      if constexpr (kSixteen) {
+        words[half] = pack_two<kType>(low, high);
+      } else {
+        words[2 * half] = __float_as_uint(low);
+        words[2 * half + 1] = __float_as_uint(high);
+      }
     }
   }
 
-  // Eight numbers of a block of the bias; `held` are those of the first query.
+  // Eight numbers of a block of the bias, of both queries.
   __device__ __forceinline__ void store(const Walk& at, int octet,
-                                        const std::uint32_t (&held)[kHeldWords],
-                                        const std::uint32_t (&words)[kHeldWords]) const {
-    const int head = octet * 8 + lane() % 4 * 2 + lane() / 4 % 2;
+                                        const std::uint32_t (&first)[kHeld],
+                                        const std::uint32_t (&second)[kHeld]) const {
+    const int head = octet * 8 + t() * 2 + g() % 2;
     if (head >= params.problem.sizes.heads) return;
-    const std::int64_t line = (at.group * params.problem.sizes.heads + head) * params.blocks;
+    const std::int64_t line =
+        (std::int64_t{at.group} * params.problem.sizes.heads + head) * params.blocks;
     const std::int64_t block = (line + at.i_block) * params.blocks + at.j_block;
     auto* to = static_cast<unsigned char*>(params.problem.bias) +
-               (block * kBiasNumbers + (thread / 32 * 4 + lane() / 8) * 8) * (kSixteen ? 2 : 4);
+               (block * kBiasNumbers + (warp() * 4 + g() / 2) * 8) * (kSixteen ? 2 : 4);
     if constexpr (kSixteen) {
-      sm80::store_global_16(to, make_uint4(held[0], words[0], held[1], words[1]));
+      sm80::store_global_16(to, make_uint4(first[0], second[0], first[1], second[1]));
     } else {
-      sm80::store_global_16(to, make_uint4(held[0], held[1], words[0], words[1]));
-      sm80::store_global_16(to + 16, make_uint4(held[2], held[3], words[2], words[3]));
+      sm80::store_global_16(to, make_uint4(first[0], first[1], second[0], second[1]));
+      sm80::store_global_16(to + 16, make_uint4(first[2], first[3], second[2], second[3]));
+    }
+  }
+
+  __device__ __forceinline__ void step(Walk& ahead, const Walk& at, int left,
+                                       BiasStatistics& statistics, float (&sum)[kOctets][4],
+                                       std::uint32_t (&held)[kOctets][kHeld]) const {
+    if (!params.resident && is_product(at)) {
+      __syncthreads();
+      table().fill(params.problem, at.octet, kOctets, at.chunk, 1, thread, kBiasThreads);
+      __syncthreads();
+    }
+    sm80::cp_async_wait<kStages - 1>();
+    Words words;
+    read(left & (kStages - 1), words);
+    if (left > kStages) {
+      ask(ahead, left & (kStages - 1));
+      ahead.next(params);
+    }
+    sm80::cp_async_commit();
+
+    if (params.problem.norm_weight.data) {
+      take<true>(words, at, statistics, sum);
+    } else {
+      take<false>(words, at, statistics, sum);
+    }
+    if (!is_product(at) || at.chunk + 1 < params.chunks) return;
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+      if (at.octet + o >= params.octets) break;
+      std::uint32_t now[kHeld];
+      arrange(at, sum[o], now);
+      if (second_query(at)) store(at, at.octet + o, held[o], now);
+#pragma unroll
+      for (int e = 0; e < kHeld; ++e) held[o][e] = now[e];
+#pragma unroll
+      for (float& number : sum[o]) number = 0.0f;
     }
   }
 
   __device__ __forceinline__ void run() const {
-    Walk ahead = start();
+    const std::int64_t first = blockIdx.x * params.tiles / gridDim.x;
+    const std::int64_t end = (blockIdx.x + std::int64_t{1}) * params.tiles / gridDim.x;
+    const int of_tile =
+        ((params.octets + kOctets - 1) / kOctets) * 2 * params.passes * params.chunks;
+    const int steps = static_cast<int>(end - first) * of_tile;
+    Walk ahead = start(first);
     Walk at = ahead;
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      if (ahead.tiles > 0) {
-        ask(ahead, stage);
-        ahead.next(params, passes());
+#pragma unroll 1
+    for (int left = steps; left > steps - kStages; --left) {
+      if (left > 0) {
+        ask(ahead, left & (kStages - 1));
+        ahead.next(params);
       }
       sm80::cp_async_commit();
     }
-    const Table table = this->table();
     if (params.resident) {
-      table.fill(params.problem, 0, params.octets, 0, params.chunks, thread, kBiasThreads);
+      table().fill(params.problem, 0, params.octets, 0, params.chunks, thread, kBiasThreads);
       __syncthreads();
     }
 
-    const bool normed = params.problem.norm_weight.data != nullptr;
     BiasStatistics statistics{};
-    float sum[kOctetsHeld][4];
-    std::uint32_t held[kOctetsHeld][kHeldWords] = {};
-    int stage = 0;
-    while (at.tiles > 0) {
-      sm80::cp_async_wait<kStages - 1>();
-      BiasPairs x;
-      read(stage, x);
-      if (ahead.tiles > 0) {
-        ask(ahead, stage);
-        ahead.next(params, passes());
-      }
-      sm80::cp_async_commit();
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-
-      const bool product = at.pass + 1 == passes();
-      if (normed) {
-        if (at.pass == 0) {
-          statistics.take(x, at.chunk, params.problem.sizes.pair_channels, lane() % 4);
-        } else {
-          statistics.subtract_mean(x);
-        }
-        if (at.chunk + 1 == params.chunks && at.pass == 0) {
-          statistics.finish(params.problem.sizes.pair_channels, params.problem.eps);
-        }
-      }
-      if (product) {
-        if (!params.resident) {
-          __syncthreads();
-          table.fill(params.problem, at.octet, kOctetsHeld, at.chunk, 1, thread, kBiasThreads);
-          __syncthreads();
-        }
-        if (at.chunk == 0) {
-#pragma unroll
-          for (int o = 0; o < kOctetsHeld; ++o) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[o][e] = 0.0f;
-          }
-        }
-        const int octet = params.resident ? at.octet : 0;
-        const int chunk = params.resident ? at.chunk : 0;
-        const bool second = at.octet + 1 < params.octets;
-        table.multiply(x, normed, statistics, octet, chunk, second, lane(), sum);
-        if (at.chunk + 1 == params.chunks) {
-#pragma unroll
-          for (int o = 0; o < kOctetsHeld; ++o) {
-            if (at.octet + o >= params.octets) break;
-            float stored[4];
-            arrange(at, sum[o], stored);
-            std::uint32_t words[kHeldWords];
-            if constexpr (kSixteen) {
-              words[0] = pack_two<type_of(mode)>(stored[0], stored[1]);
-              words[1] = pack_two<type_of(mode)>(stored[2], stored[3]);
-            } else {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(stored[e]);
-            }
-            if (at.query != 0) store(at, at.octet + o, held[o], words);
-#pragma unroll
-            for (int e = 0; e < kHeldWords; ++e) held[o][e] = words[e];
-          }
-        }
-      }
-      at.next(params, passes());
+    float sum[kOctets][4] = {};
+    std::uint32_t held[kOctets][kHeld] = {};  // of the first query
+#pragma unroll 1
+    for (int left = steps; left > 0; --left) {
+      // Else ptxas keeps addresses from round to round, and spills.
+      const BiasKernel now{params, sm80::opaque(thread)};
+      now.step(ahead, at, left, statistics, sum, held);
+      at.next(params);
     }
     sm80::cp_async_wait<0>();
   }
