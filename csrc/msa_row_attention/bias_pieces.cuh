@@ -79,8 +79,7 @@ __device__ __forceinline__ float reciprocal(int count) {
 // Of pairs g and g + 8, the same in all four lanes of a g.
 struct BiasStatistics {
   float mean[2];
-  float squares[2];  // of the deviations from it
-  float rstd[2];
+  float rstd[2];  // until all channels were taken in, the sum of the squared deviations
 
   // Subtracts a mean: with `taken` that of all channels, of which the chunks were taken in before;
   // else that of the chunk, which is taken in.
@@ -137,12 +136,12 @@ struct BiasStatistics {
       const float spread = quad_sum((part[0] + part[1]) + (part[2] + part[3]));
       if (chunk == 0) {
         mean[half] = center[half];
-        squares[half] = spread;
+        rstd[half] = spread;
       } else {
         const float share = static_cast<float>(here) * reciprocal(before + here);
         const float shift = center[half] - mean[half];
         mean[half] = fmaf(shift, share, mean[half]);
-        squares[half] += fmaf(shift * shift, share * static_cast<float>(before), spread);
+        rstd[half] += fmaf(shift * shift, share * static_cast<float>(before), spread);
       }
     }
   }
@@ -150,7 +149,7 @@ struct BiasStatistics {
   __device__ __forceinline__ void finish(float per_channel, float eps) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rstd[half] = rsqrtf(fmaf(squares[half], per_channel, eps));
+      rstd[half] = rsqrtf(fmaf(rstd[half], per_channel, eps));
     }
   }
 };
@@ -253,29 +252,29 @@ struct BiasTable {
     }
   }
 
-  // Likewise that of a chunk, with fp32 multiplications.
-  __device__ __forceinline__ void multiply(const BiasPairs& x, int octet, int chunk, int t,
-                                           float (&sum)[4]) const {
-    float part[2][8] = {};
-    const float* from = reinterpret_cast<const float*>(of(octet, chunk)) + t * 8;
+  // Likewise with fp32 multiplications of this lane's channels: its part of the sums, of eight
+  // heads.
+  __device__ __forceinline__ void multiply(const BiasPairs& x, int octet, int chunk, int block,
+                                           int t, float (&part)[2][8]) const {
+    const float* from = reinterpret_cast<const float*>(of(octet, chunk)) + block * 256 + t * 8;
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
+    for (int e = 0; e < 8; ++e) {
+      const auto* four = reinterpret_cast<const float4*>(from + e * 32);
+      const float4 low = four[0];
+      const float4 high = four[1];
+      const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const auto* four = reinterpret_cast<const float4*>(from + block * 256 + e * 32);
-        const float4 low = four[0];
-        const float4 high = four[1];
-        const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int head = 0; head < 8; ++head) {
-            part[half][head] = fmaf(x.numbers[half][block][e], w[head], part[half][head]);
-          }
+        for (int head = 0; head < 8; ++head) {
+          part[half][head] = fmaf(x.numbers[half][block][e], w[head], part[half][head]);
         }
       }
     }
-    // Of the sums over four lanes lane t gets heads 2t and 2t + 1.
+  }
+
+  // Adds the parts of four lanes to the sums, as results of mma.m16n8k16.
+  static __device__ __forceinline__ void gather(const float (&part)[2][8], int t, float (&sum)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float four[4];

@@ -222,6 +222,7 @@ struct BiasKernel {
     const int octet = params.resident ? at.octet : 0;
     const int chunk = params.resident ? at.chunk : 0;
     const bool second = at.octet + 1 < params.octets;
+    [[maybe_unused]] float part[2][8] = {};
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
       if constexpr (kNormed) weights.normalise(x, statistics, chunk, block, t());
@@ -241,9 +242,12 @@ struct BiasKernel {
           }
         }
         weights.multiply(a, octet, chunk, block, second, thread & 31, sum);
+      } else {
+        weights.multiply(x, octet, chunk, block, t(), part);
+        __syncwarp();  // else the compiler reads more weights ahead than there are registers
       }
     }
-    if constexpr (!kSixteen) weights.multiply(x, octet, chunk, t(), sum[0]);
+    if constexpr (!kSixteen) Table::gather(part, t(), sum[0]);
   }
 
   // From sums of pair g, heads 2t and 2t + 1, and of pair g + 8, to what is stored: of head
