@@ -37,7 +37,6 @@ void launch_bias(const BiasProblem& problem, CUstream_st* stream) {
   params.problem = problem;
   params.n = static_cast<int>(problem.sizes.n);
   params.blocks = static_cast<int>(bias_blocks(problem.sizes.n));
-  params.tiles = problem.sizes.groups * params.blocks * params.blocks;
   params.chunks = static_cast<int>(ceil_div(problem.sizes.pair_channels, kBiasChunk));
   params.passes = problem.norm_weight.data && params.chunks > 1 ? 2 : 1;
   params.per_channel = 1.0f / static_cast<float>(problem.sizes.pair_channels);
@@ -50,7 +49,10 @@ void launch_bias(const BiasProblem& problem, CUstream_st* stream) {
                                      : Kernel::shared_bytes(Kernel::kOctets, 1);
   // As many as there is room for at once, each for several tiles that follow each other.
   const int resident = std::max(1, std::min(2, shared_bytes_of_multiprocessor() / (shared + 1024)));
-  const std::int64_t grid = std::min<std::int64_t>(params.tiles, multiprocessors() * resident);
+  const std::int64_t tiles = problem.sizes.groups * params.blocks * params.blocks;
+  const std::int64_t grid = std::min<std::int64_t>(tiles, multiprocessors() * resident);
+  params.share = tiles / grid;
+  params.longer = tiles % grid;
   launch("msa_row_attention: launching bias", bias_kernel<mode, pair_type>,
          static_cast<unsigned>(grid), kBiasThreads, shared, stream, params);
 }

@@ -14,25 +14,11 @@
 
 #include "common/cuda/sm80/stored.cuh"
 #include "msa_row_attention/bias_pieces.cuh"
+#include "msa_row_attention/bias_table.cuh"
+#include "msa_row_attention/bias_walk.cuh"
 #include "msa_row_attention/msa_row_attention.h"
 
 namespace fused_ops::msa_row_attention {
-
-// At a time: 16 bytes; four; a number.
-enum class BiasAccess : std::uint8_t { kPieces, kWords, kNumbers };
-
-struct BiasParams {
-  BiasProblem problem;
-  std::int64_t tiles = 0;  // of all groups
-  int n = 0;
-  int blocks = 0;  // of kBiasBlock positions
-  int chunks = 0;  // of kBiasChunk channels
-  int passes = 0;  // over the channels: with a LayerNorm of several chunks two
-  int octets = 0;  // of heads
-  float per_channel = 0.0f;
-  BiasAccess access = BiasAccess::kNumbers;
-  bool resident = false;  // the tables of all heads and channels are in shared memory
-};
 
 constexpr int kBiasThreads = 256;
 constexpr int kBiasRing = 64 * 1024;  // bytes of pairs on their way to a block
@@ -50,35 +36,12 @@ struct BiasKernel {
   static_assert((kStages & (kStages - 1)) == 0);
   static constexpr int kHeld = kSixteen ? 2 : 4;  // words of four results
   using Table = BiasTable<mode>;
+  using Walk = BiasWalk<kOctets>;
   using Words = std::uint32_t[2][4][kWords];  // of pairs g and g + 8
 
   static constexpr int shared_bytes(int octets, int chunks) {
     return kBiasRing + octets * chunks * Table::kWeightBytes + chunks * Table::kNormBytes;
   }
-
-  // Where a warp is, in its steps: chunks within passes (statistics, product) within the two
-  // queries within heads within tiles, which follow each other along the keys.
-  struct Walk {
-    int group, i_block, j_block;
-    int octet;
-    int phase;  // query * passes + pass
-    int chunk;
-
-    __device__ __forceinline__ void next(const BiasParams& params) {
-      if (++chunk < params.chunks) return;
-      chunk = 0;
-      if (++phase < 2 * params.passes) return;
-      phase = 0;
-      octet += kOctets;
-      if (octet < params.octets) return;
-      octet = 0;
-      if (++j_block < params.blocks) return;
-      j_block = 0;
-      if (++i_block < params.blocks) return;
-      i_block = 0;
-      ++group;
-    }
-  };
 
   const BiasParams& params;
   int thread;
@@ -86,14 +49,8 @@ struct BiasKernel {
   __device__ __forceinline__ int warp() const { return thread >> 5; }
   __device__ __forceinline__ int g() const { return thread >> 2 & 7; }
   __device__ __forceinline__ int t() const { return thread & 3; }
-  __device__ __forceinline__ bool second_query(const Walk& at) const {
-    return at.phase >= params.passes;
-  }
-  __device__ __forceinline__ bool is_product(const Walk& at) const {  // not statistics
-    return params.passes == 1 || at.phase % 2 != 0;
-  }
   __device__ __forceinline__ int query(const Walk& at) const {
-    return at.i_block * kBiasBlock + warp() + (second_query(at) ? 8 : 0);
+    return at.i_block * kBiasBlock + warp() + (at.second_query(params) ? 8 : 0);
   }
   __device__ __forceinline__ int key(const Walk& at, int half) const {
     return at.j_block * kBiasBlock + g() + half * 8;
@@ -113,16 +70,6 @@ struct BiasKernel {
     const int index = (half * 4 + block) * kPieces + which;
     return reinterpret_cast<uint4*>(shared()) +
            ((warp() * kStages + stage) * kStagePieces + index) * 32 + (thread & 31);
-  }
-
-  // The tiles from `first` on.
-  __device__ __forceinline__ Walk start(std::int64_t first) const {
-    const std::int64_t of_group = std::int64_t{params.blocks} * params.blocks;
-    Walk walk{};
-    walk.group = static_cast<int>(first / of_group);
-    walk.i_block = static_cast<int>(first % of_group / params.blocks);
-    walk.j_block = static_cast<int>(first % params.blocks);
-    return walk;
   }
 
   // Asks for what the lane needs in a step; what is not there becomes zero.
@@ -211,12 +158,12 @@ struct BiasKernel {
       }
     }
     if constexpr (kNormed) {
-      const bool taken = params.passes > 1 && is_product(at);
+      const bool taken = params.passes > 1 && at.is_product(params);
       statistics.subtract(x, taken, at.chunk, params.problem.sizes.pair_channels, t());
       if (!taken && at.chunk + 1 == params.chunks) {
         statistics.finish(params.per_channel, params.problem.eps);
       }
-      if (!is_product(at)) return;
+      if (!at.is_product(params)) return;
     }
     const Table weights = table();
     const int octet = params.resident ? at.octet : 0;
@@ -294,7 +241,7 @@ struct BiasKernel {
   __device__ __forceinline__ void step(Walk& ahead, const Walk& at, int left,
                                        BiasStatistics& statistics, float (&sum)[kOctets][4],
                                        std::uint32_t (&held)[kOctets][kHeld]) const {
-    if (!params.resident && is_product(at)) {
+    if (!params.resident && at.is_product(params)) {
       __syncthreads();
       table().fill(params.problem, at.octet, kOctets, at.chunk, 1, thread, kBiasThreads);
       __syncthreads();
@@ -313,13 +260,13 @@ struct BiasKernel {
     } else {
       take<false>(words, at, statistics, sum);
     }
-    if (!is_product(at) || at.chunk + 1 < params.chunks) return;
+    if (!at.is_product(params) || at.chunk + 1 < params.chunks) return;
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
       if (at.octet + o >= params.octets) break;
       std::uint32_t now[kHeld];
       arrange(at, sum[o], now);
-      if (second_query(at)) store(at, at.octet + o, held[o], now);
+      if (at.second_query(params)) store(at, at.octet + o, held[o], now);
 #pragma unroll
       for (int e = 0; e < kHeld; ++e) held[o][e] = now[e];
 #pragma unroll
@@ -328,12 +275,12 @@ struct BiasKernel {
   }
 
   __device__ __forceinline__ void run() const {
-    const std::int64_t first = blockIdx.x * params.tiles / gridDim.x;
-    const std::int64_t end = (blockIdx.x + std::int64_t{1}) * params.tiles / gridDim.x;
-    const int of_tile =
-        ((params.octets + kOctets - 1) / kOctets) * 2 * params.passes * params.chunks;
-    const int steps = static_cast<int>(end - first) * of_tile;
-    Walk ahead = start(first);
+    const std::int64_t index = blockIdx.x;
+    const bool longer = index < params.longer;
+    const std::int64_t first = index * params.share + (longer ? index : params.longer);
+    const int tiles = static_cast<int>(params.share) + (longer ? 1 : 0);
+    const int steps = tiles * Walk::steps_of_tile(params);
+    Walk ahead(params, first);
     Walk at = ahead;
 #pragma unroll 1
     for (int left = steps; left > steps - kStages; --left) {
