@@ -166,9 +166,9 @@ struct BiasKernel {
       if (!at.is_product(params)) return;
     }
     const Table weights = table();
-    const int octet = params.resident ? at.octet : 0;
+    const int octet = params.resident ? at.octet() : 0;
     const int chunk = params.resident ? at.chunk : 0;
-    const bool second = at.octet + 1 < params.octets;
+    const bool second = at.octet() + 1 < params.octets;
     [[maybe_unused]] float part[2][8] = {};
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -243,7 +243,7 @@ struct BiasKernel {
                                        std::uint32_t (&held)[kOctets][kHeld]) const {
     if (!params.resident && at.is_product(params)) {
       __syncthreads();
-      table().fill(params.problem, at.octet, kOctets, at.chunk, 1, thread, kBiasThreads);
+      table().fill(params.problem, at.octet(), kOctets, at.chunk, 1, thread, kBiasThreads);
       __syncthreads();
     }
     sm80::cp_async_wait<kStages - 1>();
@@ -263,10 +263,10 @@ struct BiasKernel {
     if (!at.is_product(params) || at.chunk + 1 < params.chunks) return;
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
-      if (at.octet + o >= params.octets) break;
+      if (at.octet() + o >= params.octets) break;
       std::uint32_t now[kHeld];
       arrange(at, sum[o], now);
-      if (at.second_query(params)) store(at, at.octet + o, held[o], now);
+      if (at.second_query(params)) store(at, at.octet() + o, held[o], now);
 #pragma unroll
       for (int e = 0; e < kHeld; ++e) held[o][e] = now[e];
 #pragma unroll

@@ -31,8 +31,7 @@ struct BiasParams {
 template <int kOctets>
 struct BiasWalk {
   int group, i_block, j_block;
-  int octet;  // the first of kOctets
-  int phase;  // query * passes + pass
+  int turn;  // 4 * octet + query * passes + pass: registers are scarce
   int chunk;
 
   __device__ __forceinline__ BiasWalk(const BiasParams& params, std::int64_t tile) {
@@ -42,28 +41,29 @@ struct BiasWalk {
     const auto blocks = static_cast<unsigned>(params.blocks);
     i_block = static_cast<int>(rest / blocks);
     j_block = static_cast<int>(rest - static_cast<std::uint64_t>(i_block) * blocks);
-    octet = phase = chunk = 0;
+    turn = chunk = 0;
   }
 
   static __device__ __forceinline__ int steps_of_tile(const BiasParams& params) {
     return (params.octets + kOctets - 1) / kOctets * 2 * params.passes * params.chunks;
   }
 
+  __device__ __forceinline__ int octet() const { return turn >> 2; }  // the first of kOctets
   __device__ __forceinline__ bool second_query(const BiasParams& params) const {
-    return phase >= params.passes;
+    return (turn & 3) >= params.passes;
   }
   __device__ __forceinline__ bool is_product(const BiasParams& params) const {  // not statistics
-    return params.passes == 1 || phase % 2 != 0;
+    return params.passes == 1 || turn % 2 != 0;
   }
 
   __device__ __forceinline__ void next(const BiasParams& params) {
     if (++chunk < params.chunks) return;
     chunk = 0;
-    if (++phase < 2 * params.passes) return;
-    phase = 0;
-    octet += kOctets;
-    if (octet < params.octets) return;
-    octet = 0;
+    ++turn;
+    if ((turn & 3) != (2 * params.passes & 3)) return;
+    turn += 4 * kOctets - 2 * params.passes;
+    if (octet() < params.octets) return;
+    turn = 0;
     if (++j_block < params.blocks) return;
     j_block = 0;
     if (++i_block < params.blocks) return;
