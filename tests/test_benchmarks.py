@@ -376,6 +376,18 @@ def test_an_attention_core_is_measured_where_there_is_one(monkeypatch, core, rea
         assert "core: attention_core" in report.text(Results(MACHINE, outcome.records, [], []))
 
 
+@pytest.mark.gpu
+def test_an_attention_core_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(opponents.Fused, "core", "test_benchmarks:ours_by_name")
+    case = tiny("attention_core")
+    for direction in (FORWARD, BOTH):
+        job = Job("core", case, "bf16", direction, opponents.names(case.op))
+        outcome = measure.run(job, torch.device("cuda"), 0.0, MACHINE["rates"])
+        there = {r.opponent: r for r in outcome.records}
+        assert {"fused", "eager"} <= set(there)
+        assert all(r["device_ms"] > 0 and r["error"] < 3e-2 for r in there.values())
+
+
 def test_the_core_is_named_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr(opponents.Fused, "core", "")
     monkeypatch.setattr(main, "measure_rates", lambda device: RATES)

@@ -300,7 +300,7 @@ def test_only_keys_are_masked(device, direction):
     fused, eager = build(8, 2, 3, direction, device=device)
     pair, mask = random(1, 5, 5, 8, device=device), torch.ones(1, 5, 5, device=device)
     mask[0, 2, 3] = 0
-    changed = (fused(pair, mask) - fused(pair)).abs().sum(-1)[0] > 1e-6
+    changed = (fused(pair, mask) - fused(pair)).abs().sum(-1)[0] > 1e-4
     expected = torch.zeros(5, 5, dtype=torch.bool, device=device)
     expected[(2,) if direction == "starting" else (slice(None), 3)] = True
     assert torch.equal(changed, expected)
