@@ -3,7 +3,7 @@
 
 from fused_ops.invariant_point_attention.op import invariant_point_attention
 from fused_ops.msa_row_attention.op import msa_row_attention
-from fused_ops.msa_row_attention.triangle import triangle_attention
+from fused_ops.msa_row_attention.triangle_op import triangle_attention
 from fused_ops.tensor_matmul.op import tensor_matmul
 from fused_ops.triangular_multiplicative_update.op import triangular_multiplicative_update
 

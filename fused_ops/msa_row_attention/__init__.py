@@ -7,8 +7,8 @@ from fused_ops.msa_row_attention.triangle import (
     TriangleAttention,
     TriangleAttentionEndingNode,
     TriangleAttentionStartingNode,
-    triangle_attention,
 )
+from fused_ops.msa_row_attention.triangle_op import triangle_attention
 
 __all__ = [
     "MSARowAttention",
