@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import accuracy, measure, records, report, suites
 from benchmarks.case import BOTH, FORWARD, MODES, ONE_GRADIENT
-from benchmarks.opponents import OPPONENTS, FusedOp, first_line
+from benchmarks.opponents import OPPONENTS, Fused, FusedOp, first_line
 from benchmarks.roofline import Rates, measure_rates
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -48,6 +48,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     add("--seconds", type=float, help="on one number of one opponent; 0.05 on cuda, 0.5 on cpu")
     add("--budget", type=float, help="seconds for the whole run; 180 on cuda, 300 on cpu")
+    add("--core", metavar="MODULE:FUNCTION", help="attention of ours to measure alone")
     add("--no-compile", action="store_true", help="leave out torch.compile and FlexAttention")
     add("--output", type=pathlib.Path, help="JSON file, default in benchmarks/results")
     options = parser.parse_args(arguments)
@@ -79,6 +80,7 @@ def default_output(machine: dict[str, Any], part: bool = False) -> pathlib.Path:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    Fused.core = options.core or ""  # it is measured on CUDA, in this process
     work = list(
         suites.plan(
             options.device,

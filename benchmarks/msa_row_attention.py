@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes and work of msa_row_attention."""
+"""Shapes and work of msa_row_attention, and of triangle attention, which is the same op."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.case import FORWARD, Case
 from fused_ops import reference
 
 
@@ -34,14 +34,48 @@ def case(kind: str, *sizes: int, **more: Any) -> Case:
     return Case("msa_row_attention", kind, named, make, flops, elements, **more)
 
 
+def issue(*sizes: int, **more: Any) -> Case:
+    return case("issue", *sizes, device="cuda", **more)
+
+
+def make_triangle(B: int, N: int, c: int, H: int, d: int) -> tuple[nn.Module, list[Tensor]]:
+    module = reference.TriangleAttention(c, H, d)
+    return module, [torch.randn(B, N, N, c), torch.ones(B, N, N, dtype=torch.bool)]
+
+
+def triangle_flops(B: int, N: int, c: int, H: int, d: int) -> int:
+    """Five projections of the pair, the bias, logits and weighted values."""
+    return 2 * B * N * N * (5 * c * H * d + c * H + 2 * N * H * d)
+
+
+def triangle_elements(B: int, N: int, c: int, H: int, d: int) -> int:
+    """Pair in and out, q, k, v, gate and bias written and read."""
+    return B * N * N * (2 * c + 8 * H * d + 2 * H + 1)
+
+
+def triangle(kind: str, *sizes: int, **more: Any) -> Case:
+    named = dict(zip("BNcHd", sizes, strict=True))
+    functions = (make_triangle, triangle_flops, triangle_elements)
+    return Case("triangle_attention", kind, named, *functions, **more)
+
+
 CASES = [
     case("headline", 2, 8, 32, 64, 32, 4, modes=("fp32", "tf32", "bf16")),
     case("small", 1, 5, 17, 64, 32, 4),
     case("real", 1, 32, 256, 256, 128, 8, device="cpu"),
     case("real", 1, 128, 256, 256, 128, 8, device="cuda"),
     case("real", 1, 512, 256, 256, 128, 8, device="cuda"),
-    # Triangle attention is the same op on a square "MSA", the pair representation itself.
-    case("real", 1, 256, 256, 128, 128, 4, device="cuda"),
+    triangle("small", 1, 17, 64, 4, 16),
+    triangle("real", 1, 256, 128, 4, 32, device="cuda"),
     *(case("scaling", 1, 8, n, 256, 128, 8, device="cpu") for n in (32, 64, 128, 256)),
     *(case("scaling", 1, 128, n, 256, 128, 8, device="cuda") for n in (64, 128, 256, 512, 1024)),
+    issue(2, 8, 32, 64, 32, 4, modes=("fp32",), directions=(FORWARD,)),
+    issue(1, 128, 256, 256, 128, 8, modes=("bf16",), directions=(FORWARD,)),
+    issue(1, 512, 256, 256, 128, 8, modes=("bf16",)),
+    issue(1, 128, 768, 256, 128, 8, modes=("bf16",), directions=(FORWARD,)),
+    issue(1, 128, 768, 256, 128, 8, modes=("fp32",)),
+    *(
+        triangle("issue", 1, n, 128, 4, 32, device="cuda", modes=("bf16",), directions=(FORWARD,))
+        for n in (256, 768)
+    ),
 ]

@@ -8,6 +8,7 @@ so that its error too is an error and not a difference of conventions.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fused_ops
+from benchmarks.attention_core import Attend, AttentionCore, softmax_attention
 from benchmarks.case import BOTH, FORWARD, Case
 from fused_ops import reference
 
@@ -88,11 +90,26 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:160]
 
 
+def named(path: str) -> Any:
+    """The thing called ``package.module:attribute``."""
+    module, _, attributes = path.partition(":")
+    try:
+        return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
+    except (AttributeError, ImportError, ValueError) as error:
+        raise Skip(f"there is no {path!r} ({first_line(error)})") from error
+
+
 class Fused(Opponent):
     name = "fused"
+    core: ClassVar[str] = ""
+    """``package.module:function``, an :data:`Attend` of ours that no module shows by itself."""
 
     @classmethod
     def build(cls, eager: nn.Module) -> nn.Module:
+        if isinstance(eager, AttentionCore):
+            if not cls.core:
+                raise Skip("the attention of ours alone is measured where --core names it")
+            return AttentionCore(named(cls.core))
         module: nn.Module = getattr(fused_ops, type(eager).__name__).from_reference(eager)
         return module
 
@@ -162,23 +179,23 @@ class _Matmul(nn.Module):
         return torch.matmul(a, b)
 
 
-# Row attention around a given attention core.
+# Row attention and triangle attention around a given attention core, and the core alone.
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Takes q, k, v (B, S, H, N, d), bias (B, H, N, N), mask (B, S, N); returns (B, S, H, N, d)."""
+ROW_OPS = ("msa_row_attention", "triangle_attention")
 
 
-def project(
-    eager: nn.Module, msa: Tensor, pair: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Normalised MSA, then q, k, v and bias for an :data:`Attend`."""
+def project(eager: nn.Module, first: Tensor, *pair: Tensor) -> tuple[Tensor, ...]:
+    """Normalised MSA, or pair where there is no other, then q, k, v and bias for an
+    :data:`Attend`."""
     modules: Any = eager
-    x = modules.layer_norm(msa)
+    if getattr(eager, "direction", "starting") != "starting":
+        raise ValueError("around the ending node the pair would have to be transposed")
+    x = modules.layer_norm(first)
     q, k, v = (
         layer(x).unflatten(-1, (modules.num_heads, -1)).transpose(-2, -3)
         for layer in (modules.query, modules.key, modules.value)
     )
-    return x, q, k, v, modules.pair_bias(pair).movedim(-1, -3)
+    return x, q, k, v, modules.pair_bias(*(pair or (x,))).movedim(-1, -3)
 
 
 class _RowAttention(nn.Module):
@@ -187,8 +204,9 @@ class _RowAttention(nn.Module):
         self.eager: Any = eager
         self.attend = attend
 
-    def forward(self, msa: Tensor, pair: Tensor, mask: Tensor) -> Tensor:
-        x, q, k, v, bias = project(self.eager, msa, pair)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        *tensors, mask = inputs
+        x, q, k, v, bias = project(self.eager, *tensors)
         o = self.attend(q, k, v, bias, mask).transpose(-2, -3).flatten(-2)
         out: Tensor = self.eager.out_proj(torch.sigmoid(self.eager.gate(x)) * o)
         return out
@@ -204,52 +222,54 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     return out.unflatten(0, (batch, rows))
 
 
-class Sdpa(Opponent):
-    """The module with PyTorch's attention for its core."""
+class Attention(Opponent):
+    """The module around somebody's attention, or that attention alone."""
 
-    name = "sdpa"
-    ops = ("msa_row_attention",)
-    note = "without the mask, which here masks nothing"
+    ops = (*ROW_OPS, "attention_core")
+
+    @classmethod
+    def attend(cls) -> Attend:
+        raise NotImplementedError
 
     @classmethod
     def build(cls, eager: nn.Module) -> nn.Module:
-        return _RowAttention(eager, sdpa)
+        if isinstance(eager, AttentionCore):
+            return AttentionCore(cls.attend())
+        return _RowAttention(eager, cls.attend())
+
+
+class Sdpa(Attention):
+    """PyTorch's attention."""
+
+    name = "sdpa"
+    note = "without the mask, which here masks nothing"
+
+    @classmethod
+    def attend(cls) -> Attend:
+        return sdpa
 
 
 class SdpaCore(Opponent):
     """What no module built on PyTorch's attention can come under."""
 
     name = "sdpa core"
-    ops = ("msa_row_attention",)
+    ops = ROW_OPS
     note = "the attention alone, its projections made before"
     same_work = False
 
     @classmethod
     def enter(cls, eager: nn.Module, inputs: list[Tensor]) -> Entry:
+        *tensors, mask = inputs
         with torch.no_grad():
-            _, *projected = project(eager, *inputs[:2])
-        return Entry(_Core(sdpa), [t.contiguous() for t in projected], _Core(softmax_attention))
+            _, *projected = project(eager, *tensors)
+        alone = [*(t.contiguous() for t in projected), mask]
+        return Entry(AttentionCore(sdpa), alone, AttentionCore(softmax_attention))
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias.unsqueeze(1)
-    return torch.softmax(logits, dim=-1) @ v
-
-
-class _Core(nn.Module):
-    def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return self.attend(q, k, v, bias, bias)
-
-
-class Flex(Opponent):
-    """The module with FlexAttention for its core, the bias added by its score function."""
+class Flex(Attention):
+    """FlexAttention, the bias added by its score function."""
 
     name = "flex"
-    ops = ("msa_row_attention",)
     note = Sdpa.note
     compiles = True
 
@@ -257,11 +277,12 @@ class Flex(Opponent):
     def check(cls, setting: Setting) -> None:
         if setting.device.type != "cuda":
             raise Skip("FlexAttention is measured on CUDA only")
-        if setting.case.sizes["c"] // setting.case.sizes["H"] < 16:
+        sizes = setting.case.sizes
+        if (sizes["d"] if "d" in sizes else sizes["c"] // sizes["H"]) < 16:
             raise Skip("FlexAttention takes heads of 16 channels and more")
 
     @classmethod
-    def build(cls, eager: nn.Module) -> nn.Module:
+    def attend(cls) -> Attend:
         torch.compiler.reset()
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -278,18 +299,17 @@ class Flex(Opponent):
             out: Tensor = compiled(q, k, v, score_mod=score)
             return out.unflatten(0, (batch, rows))
 
-        return _RowAttention(eager, attend)
+        return attend
 
 
-class CuEquivarianceAttention(Opponent):
-    """The module around cuEquivariance's triangle attention, the rows as its first N."""
+class CuEquivarianceAttention(Attention):
+    """cuEquivariance's triangle attention, the rows as its first N."""
 
     name = "cuequivariance"
-    ops = ("msa_row_attention",)
     package = "cuequivariance_torch"
 
     @classmethod
-    def build(cls, eager: nn.Module) -> nn.Module:
+    def attend(cls) -> Attend:
         attention = cls.library().triangle_attention
 
         def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
@@ -300,24 +320,24 @@ class CuEquivarianceAttention(Opponent):
             )
             return out
 
-        return _RowAttention(eager, attend)
+        return attend
 
 
-class Trifast(Opponent):
-    """The module around trifast's triangle attention, which takes square problems only."""
+class Trifast(Attention):
+    """trifast's triangle attention, which takes square problems only."""
 
     name = "trifast"
-    ops = ("msa_row_attention",)
     package = "trifast"
 
     @classmethod
     def check(cls, setting: Setting) -> None:
         super().check(setting)
-        if setting.case.sizes["S"] != setting.case.sizes["N"]:
+        sizes = setting.case.sizes
+        if sizes.get("S", sizes["N"]) != sizes["N"]:
             raise Skip("it takes as many rows as columns")
 
     @classmethod
-    def build(cls, eager: nn.Module) -> nn.Module:
+    def attend(cls) -> Attend:
         attention = cls.library().triangle_attention
 
         def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
@@ -325,7 +345,7 @@ class Trifast(Opponent):
             out: Tensor = attention(*heads_first, bias.contiguous(), ~mask)  # True masks
             return out.transpose(1, 2)
 
-        return _RowAttention(eager, attend)
+        return attend
 
 
 # Triangular multiplicative update.

@@ -57,6 +57,7 @@ TITLES = {
     "tensor_matmul": "tensor × matrix",
     "triangular_multiplicative_update": "triangular update",
     "msa_row_attention": "MSA row attention",
+    "triangle_attention": "triangle attention",
     "invariant_point_attention": "invariant point attention",
 }
 STYLE: dict[Any, Any] = {
@@ -377,7 +378,9 @@ def roofline(results: Results) -> Figure | None:
         axis.remove()
     intensities = [r.flops / r.bytes for r in chosen]
     left, right = min(intensities) / 1.6, max(intensities) * 1.6
-    colours = dict(zip(TITLES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
+    colours = dict(
+        zip(TITLES, ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"), strict=True)
+    )
     for axis, dtype in zip(axes.flat, dtypes, strict=False):
         mine = [r for r in chosen if r.dtype == dtype]
         top = rate(dtype, rates)

@@ -126,6 +126,7 @@ COLUMNS: dict[str, list[Column]] = {
     "lengths": _ALL,
     "channels": _ALL,
     "large": _ALL,
+    "core": _ALL,
     "overhead": _TIMES,
     "memory": [
         ("beyond inputs and results, MiB", _metric("extra_mib")),
@@ -146,6 +147,7 @@ _COMPARED: dict[str, tuple[str, Callable[[Record], float | None]]] = {
     "lengths": ("ours is", lambda record: record.time),
     "channels": ("ours is", lambda record: record.time),
     "large": ("ours is", lambda record: record.time),
+    "core": ("ours is", lambda record: record.time),
     "overhead": ("ours is", lambda record: record["host_ms"] or record["wall_ms"]),
     "memory": ("ours needs", lambda record: record["extra_mib"]),
 }

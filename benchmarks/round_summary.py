@@ -47,6 +47,7 @@ SHORT = {
     "tensor_matmul": "matmul",
     "triangular_multiplicative_update": "triangle",
     "msa_row_attention": "msa row",
+    "triangle_attention": "tri attn",
     "invariant_point_attention": "ipa",
 }
 

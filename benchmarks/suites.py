@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from benchmarks import (
+    attention_core,
     invariant_point_attention,
     msa_row_attention,
     opponents,
@@ -20,12 +21,14 @@ CASES = [
     *triangular_multiplicative_update.CASES,
     *msa_row_attention.CASES,
     *invariant_point_attention.CASES,
+    *attention_core.CASES,
 ]
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
 SUITES = ("headline", "real", "memory", "accuracy", "overhead")
-# Measured only when asked for. "issue" has the headline and the table that the triangular update is
-# judged by, "lengths" and "channels" what is beside it, "large" what an eager model cannot hold.
-EXTRA = ("issue", "lengths", "channels", "large")
+# Measured only when asked for. "issue" has the headline and the table that an op is judged by,
+# "lengths" and "channels" what is beside it, "large" what an eager model cannot hold, "core" the
+# attention without its projections.
+EXTRA = ("issue", "lengths", "channels", "large", "core")
 ACCURACY = "accuracy"  # no jobs: accuracy.py
 
 
@@ -135,8 +138,13 @@ def _plan(
             yield from compiled("real", kind("real"))
     beside = {suite: kind(suite) for suite in EXTRA if suite in suites}
     if "issue" in beside:
-        own = {case.op for case in beside["issue"]}
-        beside["issue"] = [c for c in kind("headline") if c.op in own] + beside["issue"]
+        own = beside["issue"]
+        beside["issue"] = [
+            headline
+            for headline in kind("headline")
+            if any(c.op == headline.op for c in own)
+            and not any(c.op == headline.op and c.sizes == headline.sizes for c in own)
+        ] + own
     for suite, chosen in beside.items():
         yield from timed(suite, chosen)
     if compiling:

@@ -11,7 +11,12 @@ from fused_ops import _library, functional, reference
 from fused_ops._explain import Explanation, explain
 from fused_ops._version import __version__
 from fused_ops.invariant_point_attention import InvariantPointAttention
-from fused_ops.msa_row_attention import MSARowAttention
+from fused_ops.msa_row_attention import (
+    MSARowAttention,
+    TriangleAttention,
+    TriangleAttentionEndingNode,
+    TriangleAttentionStartingNode,
+)
 from fused_ops.tensor_matmul import TensorMatmul, tensor_matmul
 from fused_ops.triangular_multiplicative_update import (
     TriangularMultiplicativeUpdate,
@@ -26,6 +31,9 @@ __all__ = [
     "InvariantPointAttention",
     "MSARowAttention",
     "TensorMatmul",
+    "TriangleAttention",
+    "TriangleAttentionEndingNode",
+    "TriangleAttentionStartingNode",
     "TriangularMultiplicativeUpdate",
     "TriangularMultiplicativeUpdateIncoming",
     "TriangularMultiplicativeUpdateOutgoing",

@@ -48,6 +48,11 @@ def _cases(device: torch.device) -> Iterator[tuple[FusedModule, nn.Module, list[
                 [draw(1, 5, n, 32), pair, draw(1, 5, n) > -1],
             ),
             (
+                fused_ops.TriangleAttention,
+                reference.TriangleAttention(32, 4, direction="ending"),
+                [pair, mask],
+            ),
+            (
                 fused_ops.InvariantPointAttention,
                 reference.InvariantPointAttention(32, 32, 4, 4, 8),
                 [draw(1, n, 32), pair, 10 * draw(1, n, 3), rotations],

@@ -7,6 +7,7 @@ tests hold the fused modules against.
 
 from fused_ops.invariant_point_attention.reference import InvariantPointAttention
 from fused_ops.msa_row_attention.reference import MSARowAttention
+from fused_ops.msa_row_attention.triangle_reference import TriangleAttention
 from fused_ops.tensor_matmul.reference import TensorMatmul
 from fused_ops.triangular_multiplicative_update.reference import TriangularMultiplicativeUpdate
 
@@ -14,5 +15,6 @@ __all__ = [
     "InvariantPointAttention",
     "MSARowAttention",
     "TensorMatmul",
+    "TriangleAttention",
     "TriangularMultiplicativeUpdate",
 ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small instances of the four ops, alike enough that one test can run over all of them."""
+"""Small instances of the four ops and of triangle attention, a second module of one of them: alike
+enough that one test can run over all."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,26 +21,34 @@ OPS = (
     "triangular_multiplicative_update",
     "msa_row_attention",
     "invariant_point_attention",
+    "triangle_attention",
 )
 # Those with parameters and a mask.
 MASKED_OPS = OPS[1:]
+# Those with dispatcher ops of their own; triangle attention calls msa_row_attention's.
+DISPATCHED_OPS = OPS[:-1]
+# Those whose argument and mask are a whole pair representation.
+PAIR_OPS = ("triangular_multiplicative_update", "triangle_attention")
 MODULES = {
     "tensor_matmul": "TensorMatmul",
     "triangular_multiplicative_update": "TriangularMultiplicativeUpdate",
     "msa_row_attention": "MSARowAttention",
     "invariant_point_attention": "InvariantPointAttention",
+    "triangle_attention": "TriangleAttention",
 }
 OPERATORS = {
     "tensor_matmul": MATMUL_OPERATOR,
     "triangular_multiplicative_update": TRIANGLE_OPERATOR,
     "msa_row_attention": MSA_OPERATOR,
     "invariant_point_attention": IPA_OPERATOR,
+    "triangle_attention": MSA_OPERATOR,
 }
 SIZES = {
     "tensor_matmul": (),
     "triangular_multiplicative_update": (8, 5),
     "msa_row_attention": (8, 6, 2),
     "invariant_point_attention": (12, 6, 3, 2, 3),
+    "triangle_attention": (8, 2, 3, "ending"),  # the direction that transposes
 }
 ROWS = 3
 
@@ -108,8 +117,10 @@ def inputs(
     options = {"dtype": dtype, "device": device, "grad": grad}
     if op == "tensor_matmul":
         return [randn(*lead, n, rows, 8, **options), randn(8, 7, **options)]
-    if op == "triangular_multiplicative_update":
-        return [randn(*lead, n, n, sizes[0], **options), holes(*lead, n, n, device=device)]
+    if op in PAIR_OPS:
+        mask = holes(*lead, n, n, device=device)
+        mask[..., :1, :] = 1  # nor is a column left without anything
+        return [randn(*lead, n, n, sizes[0], **options), mask]
     if op == "msa_row_attention":
         return [
             randn(*lead, rows, n, sizes[0], **options),

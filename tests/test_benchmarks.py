@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     accuracy,
+    attention_core,
     measure,
     opponents,
     records,
@@ -42,12 +43,20 @@ TINY = {
     "triangular_multiplicative_update": (1, 5, 4, 3),
     "msa_row_attention": (1, 2, 5, 8, 4, 2),
     "invariant_point_attention": (1, 5, 8, 4, 2, 2, 3),
+    "triangle_attention": (1, 5, 8, 2, 3),
+    "attention_core": (1, 5, 5, 2, 4),
 }
+# One a room; triangle attention is a second module of one, and the attention core is no module.
+ROOMS = [op for op in suites.OPS if op not in ("triangle_attention", "attention_core")]
+MODULES = [*ROOMS, "triangle_attention"]
+KINDS = {"triangle_attention": "small", "attention_core": "core"}
 
 
-def tiny(op, kind="headline"):
-    """The first CPU case of an op with sizes that take no time."""
-    case = next(c for c in suites.CASES if c.op == op and c.kind == kind and c.device != "cuda")
+def tiny(op, kind=None):
+    """The first CPU case of an op, where it has one, with sizes that take no time."""
+    kind = kind or KINDS.get(op, "headline")
+    cases = [c for c in suites.CASES if c.op == op and c.kind == kind]
+    case = next((c for c in cases if c.device != "cuda"), cases[0])
     return dataclasses.replace(case, sizes=dict(zip(case.sizes, TINY[op], strict=True)))
 
 
@@ -156,9 +165,13 @@ def test_plan_covers_every_op_and_suite_with_the_headline_first(kind):
     assert plan.count("accuracy") == 1
     assert {job.suite for job in jobs} == set(suites.SUITES) - {"accuracy"}
     for suite in ("headline", "real", "memory", "overhead"):
-        assert {job.case.op for job in jobs if job.suite == suite} == set(suites.OPS)
+        there = {job.case.op for job in jobs if job.suite == suite}
+        assert there >= set(ROOMS) and there <= set(MODULES)
+        assert ("triangle_attention" in there) is (
+            suite == "overhead" or (suite == "real" and kind == "cuda")
+        )
     first_other = next(i for i, job in enumerate(plan) if getattr(job, "suite", "") != "headline")
-    assert {job.case.op for job in plan[:first_other]} == set(suites.OPS)
+    assert {job.case.op for job in plan[:first_other]} == set(ROOMS)
     assert all(job.case.device in ("", kind) for job in jobs)
     assert {job.mode for job in jobs} == ({"fp32"} if kind == "cpu" else set(MODES))
     for job in jobs:
@@ -178,9 +191,11 @@ def test_plan_obeys_its_options():
 
 
 def test_the_plan_of_the_triangular_issue():
+    op = ["triangular_multiplicative_update"]
+
     def contests(*suite, **options):
-        jobs = list(suites.plan("cuda", suite, **options))
-        assert {job.case.op for job in jobs} <= {"triangular_multiplicative_update"}
+        jobs = list(suites.plan("cuda", suite, op, **options))
+        assert {job.case.op for job in jobs} <= set(op)
         quick = [job for job in jobs if "compile" not in job.opponents]
         assert jobs[: len(quick)] == quick  # those that compile come last
         return {(*job.case.sizes.values(), job.mode, job.direction) for job in quick}
@@ -206,10 +221,47 @@ def test_the_plan_of_the_triangular_issue():
     }
     some = contests("issue", modes=["bf16"], directions=[FORWARD], sizes=[("N", 512), ("B", 1)])
     assert some == {(1, 512, 128, 128, "bf16", FORWARD)}
-    ours = list(suites.plan("cuda", ["issue", "accuracy"], names=["fused", "cuequivariance"]))
+    ours = list(suites.plan("cuda", ["issue", "accuracy"], op, names=["fused", "cuequivariance"]))
     assert {job.opponents for job in ours} == {("fused", "cuequivariance")}
-    assert not list(suites.plan("cpu", ["lengths", "channels", "large"]))
+    assert not list(suites.plan("cpu", suites.EXTRA[1:]))
     assert not {job.suite for job in suites.plan("cuda") if job != "accuracy"} & set(suites.EXTRA)
+
+
+def test_the_plan_of_the_attention_issue():
+    ops = ["msa_row_attention", "triangle_attention", "attention_core"]
+    jobs = list(suites.plan("cuda", ["issue"], ops, compiling=False))
+    contests = [(*job.case.sizes.values(), job.mode, job.direction) for job in jobs]
+    assert contests == [
+        (2, 8, 32, 64, 32, 4, "fp32", FORWARD),  # the headline, once
+        (1, 128, 256, 256, 128, 8, "bf16", FORWARD),
+        (1, 512, 256, 256, 128, 8, "bf16", FORWARD),
+        (1, 512, 256, 256, 128, 8, "bf16", BOTH),
+        (1, 128, 768, 256, 128, 8, "bf16", FORWARD),
+        (1, 128, 768, 256, 128, 8, "fp32", FORWARD),
+        (1, 128, 768, 256, 128, 8, "fp32", BOTH),
+        (1, 256, 128, 4, 32, "bf16", FORWARD),
+        (1, 768, 128, 4, 32, "bf16", FORWARD),
+        (1, 256, 256, 4, 32, "bf16", FORWARD),
+        (1, 768, 768, 4, 32, "bf16", FORWARD),
+    ]
+    assert [job.case.op for job in jobs] == [ops[0]] * 7 + [ops[1]] * 2 + [ops[2]] * 2
+    for job in jobs:
+        assert {"fused", "eager", "sdpa", "cuequivariance", "trifast"} <= set(job.opponents)
+        assert "time" in job.metrics
+    later = list(suites.plan("cuda", ["issue"], ops))[len(jobs) :]
+    assert all({"compile", "flex"} == set(job.opponents) for job in later)
+    assert len(later) == len(jobs)
+
+
+def test_the_plan_of_the_attention_cores():
+    jobs = list(suites.plan("cuda", ["core"], compiling=False))
+    assert {job.case.op for job in jobs} == {"attention_core"}
+    assert {(*job.case.sizes.values(), job.mode, job.direction) for job in jobs} == {
+        (1, *sizes, "bf16", direction)
+        for sizes in ((128, 256, 8, 32), (512, 512, 8, 32), (256, 256, 4, 32), (768, 768, 4, 32))
+        for direction in (FORWARD, BOTH)
+    }
+    assert set(jobs[0].opponents) == {"fused", "eager", "sdpa", "cuequivariance", "trifast"}
 
 
 def test_a_case_may_leave_out_an_opponent():
@@ -277,7 +329,7 @@ def test_arithmetic_sets_the_precision_and_puts_it_back():
 # Measuring
 
 
-@pytest.mark.parametrize("op", suites.OPS)
+@pytest.mark.parametrize("op", MODULES)
 def test_a_job_yields_every_cpu_metric(op):
     case = tiny(op)
     for direction in case.directions:
@@ -293,8 +345,61 @@ def test_a_job_yields_every_cpu_metric(op):
             assert r.note or r.opponent in ("fused", "eager", "torch.matmul")
 
 
+def ours_by_name(q, k, v, bias, mask):
+    return attention_core.softmax_attention(q, k, v, bias, mask)
+
+
+@pytest.mark.parametrize(
+    ("core", "reason"),
+    [
+        ("", "the attention of ours alone is measured where --core names it"),
+        ("fused_ops:attend", "there is no 'fused_ops:attend' (module 'fused_ops' has no attribute"),
+        ("torch:ops.fused_ops.no_such", "there is no 'torch:ops.fused_ops.no_such' ("),
+        ("no_such_package:x", "there is no 'no_such_package:x' (No module named"),
+        (":x", "there is no ':x' ("),
+        ("test_benchmarks:ours_by_name", None),
+    ],
+)
+def test_an_attention_core_is_measured_where_there_is_one(monkeypatch, core, reason):
+    monkeypatch.setattr(opponents.Fused, "core", core)
+    case = tiny("attention_core")
+    for direction in (FORWARD, BOTH):
+        names = opponents.names(case.op)
+        outcome = measure.run(Job("core", case, "fp32", direction, names), CPU, 0.0, RATES)
+        there = {r.opponent: r for r in outcome.records}
+        assert set(there) == {"eager", "sdpa"} | ({"fused"} if reason is None else set())
+        assert all(r["error"] < 2e-6 and r["wall_ms"] > 0 for r in there.values())
+        skipped = [text for text in outcome.skipped if text.startswith("fused")]
+        assert [
+            text[len("fused, attention_core: ") :][: len(reason or "")] for text in skipped
+        ] == ([] if reason is None else [reason])
+        assert "core: attention_core" in report.text(Results(MACHINE, outcome.records, [], []))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", suites.OPS)
+def test_an_attention_core_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(opponents.Fused, "core", "test_benchmarks:ours_by_name")
+    case = tiny("attention_core")
+    for direction in (FORWARD, BOTH):
+        job = Job("core", case, "bf16", direction, opponents.names(case.op))
+        outcome = measure.run(job, torch.device("cuda"), 0.0, MACHINE["rates"])
+        there = {r.opponent: r for r in outcome.records}
+        assert {"fused", "eager"} <= set(there)
+        assert all(r["device_ms"] > 0 and r["error"] < 3e-2 for r in there.values())
+
+
+def test_the_core_is_named_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(opponents.Fused, "core", "")
+    monkeypatch.setattr(main, "measure_rates", lambda device: RATES)
+    line = ["--device", "cpu", "--budget", "0", "--output", str(tmp_path / "x.json")]
+    assert main.main([*line, "--core", "a.b:c"]) == 0
+    assert opponents.Fused.core == "a.b:c"
+    assert main.main(line) == 0
+    assert opponents.Fused.core == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", MODULES)
 def test_a_job_on_a_gpu_yields_every_metric(op):
     for direction in (FORWARD, BOTH):
         job = Job("headline", tiny(op), "fp32", direction, opponents.names(op))
@@ -351,9 +456,10 @@ def test_ours_failing_is_an_error(monkeypatch):
         measure.run(job, CPU, 0.0, RATES)
 
 
+@pytest.mark.parametrize("op", ["msa_row_attention", "triangle_attention", "attention_core"])
 @pytest.mark.parametrize("name", ["cuequivariance", "flex", "trifast"])
-def test_opponents_that_are_not_there_say_why(name):
-    job = Job("real", tiny("msa_row_attention"), "fp32", FORWARD, (name,))
+def test_opponents_that_are_not_there_say_why(name, op):
+    job = Job("real", tiny(op), "fp32", FORWARD, (name,))
     outcome = measure.run(job, CPU, 0.0, RATES)
     assert not outcome.records
     assert "CUDA only" in outcome.skipped[0]
@@ -399,7 +505,7 @@ def test_cuequivariance_gets_our_weights_and_its_own_gate(direction):
 @pytest.mark.parametrize("name", ["cuequivariance", "trifast"])
 def test_attention_peers_get_axes_and_masks_as_they_document(name, monkeypatch):
     """Each peer is played by softmax on its own axes and its own meaning of the mask."""
-    from fused_ops.reference import MSARowAttention
+    from fused_ops.reference import MSARowAttention, TriangleAttention
 
     def cuequivariance(q, k, v, bias, mask):
         assert bias.dim() == 5 and bias.shape[1] == 1
@@ -418,6 +524,16 @@ def test_attention_peers_get_axes_and_masks_as_they_document(name, monkeypatch):
     mask = torch.rand(2, 5, 5) > 0.3
     mask[..., 0] = True
     torch.testing.assert_close(opponent.build(eager)(msa, pair, mask), eager(msa, pair, mask))
+    triangle = randomize(TriangleAttention(4, 2, 3)).double()
+    torch.testing.assert_close(opponent.build(triangle)(pair, mask), triangle(pair, mask))
+    ending = TriangleAttention(4, 2, 3, "ending").double()
+    with pytest.raises(ValueError, match="would have to be transposed"):
+        opponent.build(ending)(pair, mask)
+    core = attention_core.AttentionCore()
+    q, k, v = torch.randn(3, 2, 5, 2, 5, 3).double()
+    bias = torch.randn(2, 2, 5, 5).double()
+    alone = opponent.build(core)(q, k, v, bias, mask)
+    torch.testing.assert_close(alone, core(q, k, v, bias, mask))
 
 
 def test_accuracy_suite_holds_the_rule_and_covers_the_patterns(monkeypatch):
@@ -540,8 +656,13 @@ class Pool:
 
 
 def test_every_suite_runs_to_json_and_table(monkeypatch, tmp_path, capsys):
-    kinds = [("headline", op) for op in suites.OPS]
-    kinds += [("real", "tensor_matmul"), ("scaling", "tensor_matmul"), ("small", "tensor_matmul")]
+    kinds = [("headline", op) for op in ROOMS]
+    kinds += [
+        ("small", "triangle_attention"),
+        ("real", "tensor_matmul"),
+        ("scaling", "tensor_matmul"),
+        ("small", "tensor_matmul"),
+    ]
     monkeypatch.setattr(suites, "CASES", [tiny(op, kind) for kind, op in kinds])
     monkeypatch.setattr(accuracy, "INNER", (16,))
     monkeypatch.setattr(main, "measure_rates", lambda device: RATES)

@@ -38,10 +38,13 @@ def test_h18_opcheck_of_permuted_inputs(device, op, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # autograd's note on ops without registered autograd
         for name, args in (
-            (op, flat),
-            (f"{op}_forward", flat),
-            (f"{op}_backward", [grad.transpose(1, 2).contiguous().transpose(1, 2), *flat, needs]),
-            (f"{op}_composition", [*flat, ""]),
+            (operator.name, flat),
+            (f"{operator.name}_forward", flat),
+            (
+                f"{operator.name}_backward",
+                [grad.transpose(1, 2).contiguous().transpose(1, 2), *flat, needs],
+            ),
+            (f"{operator.name}_composition", [*flat, ""]),
         ):
             torch.library.opcheck(getattr(ops, name).default, tuple(args), test_utils=checks)
 
@@ -53,8 +56,8 @@ def test_h18_fake_kernels_give_dtypes_and_strides_of_the_real_ones(device, op, d
     args = permuted(inputs(op, 4, dtype=dtype, device=device))
     flat = operands(op, fused, args)
     operator = OPERATORS[op]
-    forward = getattr(torch.ops.fused_ops, f"{op}_forward")
-    backward = getattr(torch.ops.fused_ops, f"{op}_backward")
+    forward = getattr(torch.ops.fused_ops, f"{operator.name}_forward")
+    backward = getattr(torch.ops.fused_ops, f"{operator.name}_backward")
     needs = [flat[i] is not None for i in operator.differentiable]
     with torch.no_grad():
         real = forward(*flat)

@@ -17,7 +17,7 @@ from helpers import (
     evaluate,
     in_double,
 )
-from subjects import MASKED_OPS, OPS, build, inputs, ipa, msa, randn, tri
+from subjects import MASKED_OPS, OPERATORS, OPS, build, inputs, ipa, msa, randn, tri
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -335,7 +335,8 @@ def test_h13_the_flag_reaches_forward_and_backward(fp32_precision, op, setter):
             SETTERS[setter](not on)  # the backward goes by what the forward went by
             result.sum().backward()
         expected = "tf32" if on else "ieee"
-        assert recorder.seen == [(f"{op}_forward", expected), (f"{op}_backward", expected)]
+        name = OPERATORS[op].name
+        assert recorder.seen == [(f"{name}_forward", expected), (f"{name}_backward", expected)]
 
 
 def test_h13_the_flag_decides_the_kernel(fp32_precision, monkeypatch):
@@ -378,6 +379,7 @@ def test_h13_the_flag_is_obeyed_by_every_product(fp32_precision, op, setter):
     sizes = {
         "tensor_matmul": (),
         "triangular_multiplicative_update": (64, 64),
+        "triangle_attention": (64, 2, 16, "ending"),
         "msa_row_attention": (64, 32, 2),
         "invariant_point_attention": (64, 32, 8, 4, 4),
     }[op]

@@ -7,6 +7,7 @@ from helpers import assert_parity, evaluate, strided
 from subjects import (
     MASKED_OPS,
     OPS,
+    PAIR_OPS,
     build,
     detached,
     inputs,
@@ -45,6 +46,7 @@ def padded(op, args, extra):
     n = mask.shape[-1]
     residue_axes = {
         "triangular_multiplicative_update": [(1, 2)],
+        "triangle_attention": [(1, 2)],
         "msa_row_attention": [(2,), (1, 2)],
         "invariant_point_attention": [(1,), (1, 2), (1,), (1,)],
     }[op]
@@ -57,7 +59,7 @@ def padded(op, args, extra):
         garbage[inside] = tensor.detach()
         out.append((garbage.requires_grad_(), inside))
     shape = list(mask.shape)
-    mask_axes = (1, 2) if op == "triangular_multiplicative_update" else (mask.dim() - 1,)
+    mask_axes = (1, 2) if op in PAIR_OPS else (mask.dim() - 1,)
     for axis in mask_axes:
         shape[axis] += extra
     long_mask = mask.new_zeros(shape)
@@ -293,6 +295,7 @@ def test_h08_leading_axes_that_do_not_fit_are_refused(op):
     for i, name in enumerate(
         {
             "triangular_multiplicative_update": [None, "mask"],
+            "triangle_attention": [None, "mask"],
             "msa_row_attention": [None, "pair", "mask"],
             "invariant_point_attention": [None, "pair", "translations", "rotations", "node_mask"],
         }[op]

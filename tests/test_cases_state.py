@@ -2,7 +2,6 @@
 """Cases H23 to H26: state, installation, broken installations, memory."""
 
 import copy
-import importlib
 import io
 import json
 import os
@@ -17,7 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import evaluate
-from subjects import MASKED_OPS, MODULES, OPS, SIZES, build, inputs, msa, randn, tri
+from subjects import (
+    MASKED_OPS,
+    MODULES,
+    OPERATORS,
+    OPS,
+    PAIR_OPS,
+    SIZES,
+    build,
+    inputs,
+    msa,
+    randn,
+    tri,
+)
 from torch._subclasses import FakeTensorMode
 
 import fused_ops
@@ -392,6 +403,7 @@ def test_h25_unsupported_gpu_is_told_by_explain(monkeypatch, op, capability):
         shapes = {
             "tensor_matmul": [(3, 8), (8, 7)],
             "triangular_multiplicative_update": [(1, 5, 5, 8)],
+            "triangle_attention": [(1, 5, 5, 8)],
             "msa_row_attention": [(1, 3, 5, 8), (1, 5, 5, 6)],
             "invariant_point_attention": [(1, 5, 12), (1, 5, 5, 6), (1, 5, 3), (1, 5, 3, 3)],
         }[op]
@@ -410,8 +422,7 @@ def test_h25_unsupported_gpu_is_told_by_explain(monkeypatch, op, capability):
 @pytest.mark.parametrize("op", OPS)
 def test_h25_a_composition_warns_once_and_says_what_explain_says(monkeypatch, op):
     monkeypatch.setattr(_library, "warned", set())
-    operator = importlib.import_module(f"fused_ops.{op}.op").OPERATOR
-    monkeypatch.setattr(operator, "_known", {})  # what has warned is not checked again
+    monkeypatch.setattr(OPERATORS[op], "_known", {})  # what has warned is not checked again
     fused, _ = build(op, device="cuda")
     args = inputs(op, 9, device="cuda", grad=False)
     told = fused_ops.explain(fused, *args)
@@ -419,7 +430,7 @@ def test_h25_a_composition_warns_once_and_says_what_explain_says(monkeypatch, op
         warnings.simplefilter("always")
         for _ in range(3):
             fused(*args)
-    messages = [str(w.message) for w in caught if op in str(w.message)]
+    messages = [str(w.message) for w in caught if OPERATORS[op].name in str(w.message)]
     if told.path == "composition":
         assert len(messages) == 1
         assert all(reason in messages[0] for reason in told.reasons)
@@ -450,13 +461,14 @@ def test_h26_matmul_of_an_expanded_tensor_copies_nothing(device):
 def test_h26_expanded_inputs_are_not_copied(device, op):
     sizes = {
         "triangular_multiplicative_update": (32, 8),
+        "triangle_attention": (32, 2, 4, "ending"),
         "msa_row_attention": (8, 64, 2),
         "invariant_point_attention": (12, 64, 3, 2, 3),
     }[op]
     n, block = (1025, 2**25) if device == "cuda" else (161, 2**18)
     fused, _ = build(op, *sizes, device=device)
     args = [a.detach() for a in inputs(op, n, (4,), device=device, sizes=sizes)]
-    which = 0 if op == "triangular_multiplicative_update" else 1
+    which = 0 if op in PAIR_OPS else 1
     expanded = list(args)
     expanded[which] = args[which][:1].expand(args[which].shape)
     plain = [a.contiguous() for a in expanded]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import opcheck
-from subjects import OPERATORS, OPS, build, inputs
+from subjects import DISPATCHED_OPS, OPERATORS, build, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_ops import _dispatch, _library
@@ -52,7 +52,7 @@ def test_a_cuda_call_of_an_op_with_kernels_goes_to_cpp_unseen(monkeypatch):
             product(Stub(), Stub(), "ieee", None)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DISPATCHED_OPS)
 def test_which_devices_have_kernels_is_asked_of_the_dispatcher(op):
     operator = OPERATORS[op]
     for which in ("forward", "backward"):

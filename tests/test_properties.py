@@ -9,7 +9,7 @@ import torch
 from helpers import assert_parity, evaluate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from subjects import MASKED_OPS, OPS, build, inputs, rotations
+from subjects import MASKED_OPS, OPS, PAIR_OPS, build, inputs, rotations
 
 import fused_ops
 from fused_ops.testing import relative_error
@@ -97,6 +97,9 @@ def test_any_shape_and_strides_equal_the_reference_on_plain_copies(op, data):
     if op == "invariant_point_attention":
         for masks in (odd, plain):
             masks[-1] = (plain[-1] + (plain[-1].sum(-1, keepdim=True) == 0)).detach()
+    if op == "triangle_attention":
+        for masks in (odd, plain):
+            masks[-1] = (plain[-1] + (plain[-1].sum(-2, keepdim=True) == 0)).detach()
     fused, eager = build(op)
     assert_parity(fused, eager, odd, torch.float32, reference_inputs=plain)
 
@@ -110,7 +113,8 @@ class WithDeadRows(torch.nn.Module):
 
     def forward(self, *args):
         *tensors, mask = args
-        dead = (mask == 0).all(-1, keepdim=True)
+        ending = getattr(self.inner, "direction", None) == "ending"
+        dead = (mask == 0).all(-2 if ending else -1, keepdim=True)
         result = self.inner(*tensors, (mask != 0) | dead)
         return torch.where(dead.unsqueeze(-1), self.inner.out_proj.bias, result)
 
@@ -167,6 +171,7 @@ def test_padding_changes_nothing(op, n, extra, scale, seed):
     *long, mask = (a.detach() for a in inputs(op, n + extra, (1,)))
     axes = {
         "triangular_multiplicative_update": [(1, 2)],
+        "triangle_attention": [(1, 2)],
         "msa_row_attention": [(2,), (1, 2)],
         "invariant_point_attention": [(1,), (1, 2), (1,), (1,)],
     }[op]
@@ -176,7 +181,7 @@ def test_padding_changes_nothing(op, n, extra, scale, seed):
         short.append(tensor[inside].clone())
         tensor.mul_(scale)
         tensor[inside] = short[-1]
-    own = (1, 2) if op == "triangular_multiplicative_update" else (mask.dim() - 1,)
+    own = (1, 2) if op in PAIR_OPS else (mask.dim() - 1,)
     inside = tuple(slice(0, n) if i in own else slice(None) for i in range(mask.dim()))
     short_mask = mask[inside].clone()
     mask.zero_()
