@@ -17,11 +17,11 @@ ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 def pack_bias(bias):
     """(groups, heads, N, N) in the order of the kernel's blocks; NaN in the padding."""
     n = bias.shape[-1]
-    blocks = -(-n // 16)
-    padded = bias.new_full((*bias.shape[:2], 16 * blocks, 16 * blocks), math.nan)
+    blocks, key_blocks = -(-n // 16), -(-n // 64) * 4
+    padded = bias.new_full((*bias.shape[:2], 16 * blocks, 16 * key_blocks), math.nan)
     padded[..., :n, :n] = bias
     # Query block, half of its rows, row; key block, half of its columns, pair of columns.
-    split = padded.view(*bias.shape[:2], blocks, 2, 8, blocks, 2, 4, 2)
+    split = padded.view(*bias.shape[:2], blocks, 2, 8, key_blocks, 2, 4, 2)
     return split.permute(0, 1, 2, 5, 4, 7, 6, 3, 8).contiguous()
 
 

@@ -22,11 +22,11 @@ SCALE = 1.75
 def blocks_of(numbers):
     """(groups, heads, N, N) to the block layout of msa_row_attention.h, padded with zeros."""
     groups, heads, n, _ = numbers.shape
-    blocks = -(-n // 16)
-    padded = numbers.new_zeros(groups, heads, 16 * blocks, 16 * blocks)
+    blocks, key_blocks = -(-n // 16), -(-n // 64) * 4
+    padded = numbers.new_zeros(groups, heads, 16 * blocks, 16 * key_blocks)
     padded[:, :, :n, :n] = numbers
     # Query 16 I + 8 a + g; key 16 J + 8 b + 2 t + e.
-    split = padded.view(groups, heads, blocks, 2, 8, blocks, 2, 4, 2)
+    split = padded.view(groups, heads, blocks, 2, 8, key_blocks, 2, 4, 2)
     return split.permute(0, 1, 2, 5, 4, 7, 6, 3, 8).reshape(-1)
 
 

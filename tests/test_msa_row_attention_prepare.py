@@ -35,7 +35,7 @@ def parameters(channels, width, types=(F32,)):
     return {name: x.to(next(turns)) for name, x in made.items()}
 
 
-def run(mode, msa, weights, mask=None, offset=0, with_out=True, seed=1):
+def run(mode, msa, weights, mask=None, offset=0, with_out=True, seed=1, **heads):
     """What the kernel makes of it; parameters lie ``offset`` elements behind aligned addresses."""
     groups, rows, n, channels = msa.shape
     inputs, settings = {"msa": span(msa)}, {}
@@ -67,7 +67,9 @@ def run(mode, msa, weights, mask=None, offset=0, with_out=True, seed=1):
         with_mask=mask is not None,
         with_out=with_out,
         with_out_bias="out_proj_bias" in weights,
+        with_gate_bias="gate_bias" in weights,
         **settings,
+        **heads,
     )
     return {
         name: x.view(torch.int64) if name == "present" else x.view(MODES[mode])
@@ -264,3 +266,25 @@ def test_nothing_depends_on_the_schedule():
     msa, weights, mask = torch.randn(1, 3, 70, 40), parameters(40, 9), holes(1, 3, 70)
     first, second = (run(0, msa, weights, mask, seed=seed) for seed in (1, 2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("mode, heads, head_dim, dim", [("bf16", 3, 5, 8), ("split", 2, 17, 24)])
+def test_heads_are_filled_up_with_zeros(mode, heads, head_dim, dim):
+    channels = 16
+    weights = parameters(channels, heads * head_dim)
+    weights["gate_bias"] = torch.randn(heads * head_dim)
+    results = run(mode, torch.randn(1, 1, 3, channels), weights, heads=heads, dim=dim)
+
+    def filled(x):
+        return torch.nn.functional.pad(x, (0, dim - head_dim)).to(MODES[mode])
+
+    rows = [
+        filled(weights[name].T.reshape(channels, heads, head_dim)).flatten(1).T
+        for name in ("query", "key", "value", "gate")
+    ]
+    assert torch.equal(results["projections"], torch.cat(rows).flatten())
+    gate_bias = filled(weights["gate_bias"].view(heads, head_dim)).flatten()
+    bias = torch.cat([torch.zeros(3 * heads * dim, dtype=gate_bias.dtype), gate_bias])
+    assert torch.equal(results["projection_bias"], bias)
+    out = filled(weights["out_proj"].view(channels, heads, head_dim))
+    assert torch.equal(results["out_weight"], out.flatten())

@@ -29,6 +29,11 @@ constexpr const char* name(DType dtype) {
   return "not a supported floating dtype";
 }
 
+// Of fp32 and the 16-bit types.
+constexpr int bytes_of(DType type) {
+  return type == DType::kFloat32 ? 4 : 2;
+}
+
 constexpr DType dtype_from_name(std::string_view text) {
   for (DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     if (text == name(dtype)) return dtype;

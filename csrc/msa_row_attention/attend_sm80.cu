@@ -23,15 +23,16 @@ constexpr bool is_compiled(Mode mode, int width) {
 
 template <Mode mode, int width, int tile>
 void run(const AttendProblem& problem, CUstream_st* stream) {
-  constexpr int kRows = width > 64 ? kAttendTiles[tile].rows / 2 : kAttendTiles[tile].rows;
+  constexpr int kRows = kAttendTiles[tile].rows;
   constexpr int kQueryWarps = kAttendTiles[tile].query_warps;
-  constexpr int kQueryTiles = width > 64 ? 1 : 2;
-  constexpr int kStages = tile > 0 ? 1 : width <= 32 ? 3 : 2;
+  constexpr int kQueryTiles = queries_of_warp(width) / 16;
+  constexpr bool kOneTile = tile > 0 && width <= 64;  // of keys
+  constexpr int kStages = kOneTile ? 1 : width <= 32 ? 3 : 2;
   using Kernel = Attend<mode, width, kRows, kQueryWarps, kQueryTiles, kStages>;
   const Sizes& sizes = problem.sizes;
   AttendParams p;
   p.projected = static_cast<const std::uint16_t*>(problem.projected);
-  p.bias = static_cast<const unsigned char*>(problem.bias);
+  p.bias = problem.bias;
   p.present = problem.present;
   p.out = static_cast<std::uint16_t*>(problem.out);
   const std::int64_t row_blocks = ceil_div(sizes.rows, kRows);
@@ -59,17 +60,14 @@ template <Mode mode, int width>
 void with_tile(const AttendProblem& problem, CUstream_st* stream) {
   if constexpr (!is_compiled(mode, width)) {
     FO_CHECK_RUNTIME(false, "msa_row_attention: width ", width, " must be compiled for the mode");
-  } else if constexpr (width > 64) {  // and with it 16 queries of a warp
-    problem.sizes.n > 32 ? run<mode, width, 0>(problem, stream)
-                         : run<mode, width, 1>(problem, stream);
   } else {
-    switch (attend_tile_of(problem.sizes.n)) {
+    switch (attend_tile_of(problem.sizes.n, width)) {
       case 0:
         return run<mode, width, 0>(problem, stream);
       case 1:
         return run<mode, width, 1>(problem, stream);
       default:
-        return run<mode, width, 2>(problem, stream);
+        if constexpr (width <= 64) return run<mode, width, 2>(problem, stream);
     }
   }
 }

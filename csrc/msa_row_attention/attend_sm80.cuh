@@ -22,7 +22,7 @@ constexpr float kSlack = 8.0f;  // of an exponent: weights may exceed 1 by so mu
 
 struct AttendParams {
   const std::uint16_t* projected = nullptr;
-  const unsigned char* bias = nullptr;
+  const void* bias = nullptr;
   const std::uint64_t* present = nullptr;
   std::uint16_t* out = nullptr;
   unsigned rows = 0;        // of a group
@@ -31,7 +31,7 @@ struct AttendParams {
   unsigned heads = 0;
   int n = 0;
   int tiles = 0;   // of keys
-  int blocks = 0;  // of keys, of bias
+  int blocks = 0;  // of queries, of bias
   int dim = 0;
   int width = 0;             // of all heads
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
@@ -69,26 +69,20 @@ struct Attend {
   static constexpr int kPieces = width / 8;  // of 16 bytes
   static constexpr int kSteps = width / 16;
   static constexpr int kTiles = width / 8;  // of results
-  static constexpr int kBiasPieces = kQueries / kBiasBlock * (kKeys / kBiasBlock) * 32;
-  static constexpr int kStep = 32;  // keys at a time
+  static constexpr int kStep = 32;          // keys at a time
   static constexpr float kMinusInfinity = -__builtin_huge_valf();
-  static constexpr int kTileBlocks = kKeys / kBiasBlock;
-  static constexpr int kBlockBytes = kBiasNumbers * 2;
-  static constexpr int kQueryBlockStep = kThreads / (32 * kTileBlocks);
-  static_assert(kQueryBlockStep * 32 * kTileBlocks == kThreads);
   // A thread has one piece of a line, of every kKeyStep-th line.
   static constexpr int kPieceRoom = kPieces <= 2 ? 2 : kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : 16;
   static constexpr int kKeyStep = kRowThreads / kPieceRoom;
 
-  struct Stage {
-    unsigned char bias[kBiasPieces * 16];
-    unsigned char key[row_count][kKeys * kPitch];
-    unsigned char value[row_count][kKeys * kPitch];
-    alignas(16) std::uint64_t present[row_count];
+  static constexpr int kStageBytes = row_count * 2 * kKeys * kPitch;
+  static constexpr int kTileBytes = kKeys * kPitch;  // of a row's keys, or of its values
+
+  struct alignas(1024) Shared {
+    unsigned char lines[kStages][row_count][2][kTileBytes];  // keys, values
   };
-  struct alignas(128) Shared {
-    Stage stages[kStages];
-  };
+
+  static constexpr int kTileBlocks = kKeys / kBiasBlock;
 
   // Where a piece of a line is: pieces of eight lines, one below the other, lie in different banks.
   static __device__ __forceinline__ int piece_at(int key, int piece) {
@@ -98,14 +92,16 @@ struct Attend {
   }
 
   const AttendParams& p;
-  Shared& shared;
+  // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
+  sm80::SharedAddress lines;
   int thread;
-  int slot;          // of the warp's row in the block
   bool exists;       // whether there is such a row
   std::int64_t row;  // its first one if not
   int head;
   int first_query;
-  const unsigned char* bias;  // of the block's first queries
+  // The lane's numbers of the first keys, of the warp's first 16 queries and the next ones.
+  const uint4* bias;
+  const uint4* next_bias;
 
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
@@ -131,19 +127,23 @@ struct Attend {
     const unsigned in_group = block % p.row_blocks * row_count + slot;
     const bool exists = in_group < p.rows;
     const std::int64_t row = std::int64_t{group} * p.rows + (exists ? in_group : 0);
-    const std::int64_t blocks = p.blocks;
-    const auto* bias = p.bias + ((std::int64_t{group} * p.heads + head) * blocks +
-                                 tile * (kQueries / kBiasBlock)) *
-                                    blocks * kBlockBytes;
+    const int first_query = static_cast<int>(tile) * kQueries;
+    const int query_block = first_query / kBiasBlock + thread % kRowThreads / 32 * kM;
+    const auto bias_of = [&](int m) {  // queries that do not exist have the last ones'
+      const std::int64_t line =
+          (std::int64_t{group} * p.heads + head) * p.blocks + min(query_block + m, p.blocks - 1);
+      return static_cast<const uint4*>(p.bias) + line * p.tiles * (kTileBlocks * 32) + thread % 32;
+    };
     Attend{p,
-           shared_memory<Shared>(),
+           static_cast<sm80::SharedAddress>(
+               sm80::opaque(sm80::shared_address(shared_memory<Shared>().lines[0][slot]))),
            thread,
-           slot,
            exists,
            row,
            static_cast<int>(head),
-           static_cast<int>(tile) * kQueries,
-           bias}
+           first_query,
+           bias_of(0),
+           bias_of(1)}
         .all();
   }
 
@@ -160,95 +160,46 @@ struct Attend {
     return tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
   }
 
-  // What a thread copies of each tile: the same pieces of the bias, and of lines of keys.
-  struct Cursor {
-    const unsigned char* bias;
-    const std::uint16_t* key;
-    int to_bias, to_key;  // in a stage
-    int tile = 0;
-    int stage = 0;
-    unsigned queries = 0;  // bits of the thread's pieces of bias whose queries exist
-  };
-
-  __device__ __forceinline__ Cursor cursor() const {
-    const std::int64_t blocks = p.blocks;
-    const int key_block = thread / 32 % kTileBlocks;
-    const int query_block = thread / (32 * kTileBlocks);
-    Cursor c;
-    c.bias = bias + (query_block * blocks + key_block) * kBlockBytes + thread % 32 * 16;
-    c.to_bias = thread * 16;
+  // Asks for the keys and values of a tile; zeros for those that are not there. `key` is the
+  // thread's piece of its first key.
+  __device__ __forceinline__ void copy(const std::uint16_t* key, int tile, int stage,
+                                       std::uint64_t present) const {
+    const int column = in_row() % kPieceRoom * 8, first_key = in_row() / kPieceRoom;
+    if (tile < p.tiles && present != 0 && column < width) {
+      const auto to = lines + stage * kStageBytes + piece_at(first_key, column / 8);
+      const bool all = present == ~std::uint64_t{0};
+      present >>= first_key;
 #pragma unroll
-    for (int i = 0; i < kBiasPieces / kThreads; ++i) {
-      const bool here = first_query / kBiasBlock + query_block + i * kQueryBlockStep < p.blocks;
-      c.queries |= unsigned{here} << i;
-    }
-    const int at = in_row() % kPieceRoom, key = in_row() / kPieceRoom;
-    c.key = projected(key, 1) + at * 8;
-    c.to_key = static_cast<int>(sizeof(Stage::bias)) + slot * kKeys * kPitch + piece_at(key, at);
-    return c;
-  }
-
-  // Asks for the next tile of bias, keys and values. Keys that are not there become zeros; bias
-  // that does not exist is left out, for nobody uses what it is added to.
-  __device__ __forceinline__ void copy(Cursor& c, std::uint64_t present) {
-    if (c.tile < p.tiles) {
-      auto* stage = reinterpret_cast<unsigned char*>(&shared.stages[c.stage]);
-      if (c.tile * kTileBlocks + thread / 32 % kTileBlocks < p.blocks) {
-        const unsigned char* from = c.bias;
-#pragma unroll
-        for (int i = 0; i < kBiasPieces / kThreads; ++i) {
-          if (c.queries >> i & 1) {
-            sm80::cp_async_16(stage + c.to_bias + i * kThreads * 16, from);
-          }
-          from += std::int64_t{kQueryBlockStep * kBlockBytes} * p.blocks;
-        }
+      for (int i = 0; i < kKeys / kKeyStep; ++i) {
+        // Lines kKeyStep apart have their pieces in the same order.
+        const auto line = to + i * kKeyStep * kPitch;
+        const bool here = all || (present >> (i * kKeyStep) & 1);
+        const int bytes = here && is_inside(column) ? 16 : 0;
+        sm80::cp_async_16(line, key, bytes);
+        sm80::cp_async_16(line + kTileBytes, key + p.width, bytes);
+        key += 4 * kKeyStep * p.width;
       }
-      if (in_row() == 0) shared.stages[c.stage].present[slot] = present;
-      if (present == ~std::uint64_t{0} && width == p.dim && kPieces == kPieceRoom) {
-        copy_keys<true>(c, stage + c.to_key, present);
-      } else if (present != 0) {
-        copy_keys<false>(c, stage + c.to_key, present);
-      }
-      c.bias += kTileBlocks * kBlockBytes;
-      c.key += std::int64_t{4 * kKeys} * p.width;
-      ++c.tile;
-      c.stage = c.stage + 1 == kStages ? 0 : c.stage + 1;
     }
     sm80::cp_async_commit();
   }
 
-  template <bool all>
-  __device__ __forceinline__ void copy_keys(const Cursor& c, unsigned char* to,
-                                            std::uint64_t present) {
-    const int column = in_row() % kPieceRoom * 8;
-    if (!all && column >= width) return;
-    const std::uint16_t* key = c.key;
-    constexpr int kToValue = sizeof(Stage::key);
-    present >>= in_row() / kPieceRoom;
-#pragma unroll
-    for (int i = 0; i < kKeys / kKeyStep; ++i) {
-      // Lines kKeyStep apart have their pieces in the same order.
-      unsigned char* line = to + i * kKeyStep * kPitch;
-      if (all) {
-        sm80::cp_async_16(line, key);
-        sm80::cp_async_16(line + kToValue, key + p.width);
-      } else {
-        const int bytes = (present >> (i * kKeyStep) & 1) && is_inside(column) ? 16 : 0;
-        sm80::cp_async_16(line, key, bytes);
-        sm80::cp_async_16(line + kToValue, key + p.width, bytes);
-      }
-      key += 4 * kKeyStep * p.width;
-    }
+  // Whether all of the block's queries exist, and a head fills its width: without a question at
+  // every access the beginning and the end are half as long.
+  __device__ __forceinline__ bool is_whole() const {
+    return width == p.dim && first_query + kQueries <= p.n;
   }
 
   // Two numbers of a position, as a word; zeros where there is no such position or number.
+  template <bool whole>
   __device__ __forceinline__ std::uint32_t load_two(const std::uint16_t* line, bool here,
                                                     int column) const {
-    return here && is_inside(column) ? *reinterpret_cast<const std::uint32_t*>(line + column) : 0;
+    if (!whole && !(here && is_inside(column))) return 0;
+    return *reinterpret_cast<const std::uint32_t*>(line + column);
   }
 
   using Logits = float[kM][kStep / 8][4];
 
+  uint4 ahead[2][kM][kStep / kBiasBlock];  // bias of a step and of the next one
   std::uint32_t query[kM][kSteps][4];
   float total[kM][kTiles][4];
   float sums[kM][4];   // of the weights; columns are equal
@@ -256,43 +207,64 @@ struct Attend {
   float limit[kM][2];  // the logit from which on it is too little
 
   __device__ __forceinline__ void all() {
-    Cursor next = cursor();
-    std::uint64_t ahead = mask_word(0);
-#pragma unroll 1
+    const std::uint16_t* key = projected(in_row() / kPieceRoom, 1) + in_row() % kPieceRoom * 8;
+    const auto next_key = [&] { key += std::int64_t{4 * kKeys} * p.width; };
+    std::uint64_t present[kAhead + 1];  // of this tile and the next ones
+#pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      copy(next, ahead);
-      ahead = mask_word(i + 1);
+      present[i] = mask_word(i);
+      copy(key, i, i, present[i]);
+      next_key();
     }
-    load_queries();
+    present[kAhead] = mask_word(kAhead);
+    load_bias(0);
+    is_whole() ? load_queries<true>() : load_queries<false>();
     clear();
     bool any = false;
-    int at = 0;
+    int stage = 0;
     for (int tile = 0; tile < p.tiles; ++tile) {
       sm80::cp_async_wait<kAhead - 1>();
       __syncthreads();
       if (kStages > 1) {
-        copy(next, ahead);
-        ahead = mask_word(tile + kAhead + 1);
+        copy(key, tile + kAhead, stage == 0 ? kStages - 1 : stage - 1, present[kAhead]);
+        next_key();
       }
-      const Stage& stage = shared.stages[at];
-      at = at + 1 == kStages ? 0 : at + 1;
-      const std::uint64_t present = stage.present[slot];
-      if (present == 0) continue;
-      any = true;
+      const std::uint64_t here = present[0];
 #pragma unroll
-      for (int i = 0; i < kKeys / kStep; ++i) {
-        constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kStep);
-        const std::uint64_t keys = present >> (i * kStep) & kAll;
-        Logits logits;
-        start_with_bias(logits, stage, i);
-        multiply_keys(logits, stage, i);
-        if (keys != kAll) remove_absent(logits, keys);
-        follow_largest(logits);
-        add_values(logits, stage, i);
+      for (int i = 0; i < kAhead; ++i) present[i] = present[i + 1];
+      present[kAhead] = mask_word(tile + kAhead + 1);
+      const auto keys = lines + stage * kStageBytes;
+      const auto load_next_bias = [&](int step) {
+        if (step == kKeys / kStep) {  // of the next tile; of the last one again behind it
+          const int further = tile + 1 < p.tiles ? kTileBlocks * 32 : 0;
+          bias += further;
+          next_bias += further;
+          step = 0;
+        }
+        load_bias(step);
+      };
+      if (here != 0) {
+        any = true;
+#pragma unroll
+        for (int i = 0; i < kKeys / kStep; ++i) {
+          constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kStep);
+          const std::uint64_t some = here >> (i * kStep) & kAll;
+          load_next_bias(i + 1);
+          Logits logits;
+          start_with_bias(logits, i);
+          multiply_keys(logits, keys + i * kStep * kPitch);
+          if (some != kAll) remove_absent(logits, some);
+          follow_largest(logits);
+          add_values(logits, keys + kTileBytes + i * kStep * kPitch);
+        }
+      } else {
+        load_next_bias(kKeys / kStep);
       }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     sm80::cp_async_wait<0>();
-    if (exists) store(any);
+    if (!exists) return;
+    is_whole() ? store<true>(any) : store<false>(any);
   }
 
   __device__ __forceinline__ void clear() {
@@ -310,6 +282,7 @@ struct Attend {
     }
   }
 
+  template <bool whole>
   __device__ __forceinline__ void load_queries() {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -321,7 +294,7 @@ struct Attend {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = s * 16 + i * 8 + lane() % 4 * 2;
-            query[m][s][i * 2 + h] = load_two(line, query_at(m, h) < p.n, column);
+            query[m][s][i * 2 + h] = load_two<whole>(line, query_at(m, h) < p.n, column);
           }
         }
       }
@@ -333,15 +306,24 @@ struct Attend {
     return first_query + warp_query() + m * 16 + h * 8 + lane() / 4;
   }
 
-  __device__ __forceinline__ void start_with_bias(Logits& logits, const Stage& stage,
-                                                  int step) const {
+  // Of the keys of a step of the tile that `bias` points to, from global memory: no other warp of
+  // the row needs it, and what another row has read is in the first-level cache.
+  __device__ __forceinline__ void load_bias(int step) {
+#pragma unroll
+    for (int b = 0; b < kStep / kBiasBlock; ++b) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ahead[step % 2][m][b] = (m == 0 ? bias : next_bias)[(step * (kStep / kBiasBlock) + b) * 32];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_with_bias(Logits& logits, int step) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int b = 0; b < kStep / 16; ++b) {
-        const int block =
-            (warp_query() / kBiasBlock + m) * kTileBlocks + step * (kStep / kBiasBlock) + b;
-        const uint4 four = *reinterpret_cast<const uint4*>(stage.bias + (block * 32 + lane()) * 16);
+      for (int b = 0; b < kStep / kBiasBlock; ++b) {
+        const uint4& four = ahead[step % 2][m][b];
         const std::uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -353,18 +335,23 @@ struct Attend {
     }
   }
 
-  __device__ __forceinline__ void multiply_keys(Logits& logits, const Stage& stage,
-                                                int step) const {
-    const auto keys = sm80::shared_address(stage.key[slot]) + step * kStep * kPitch;
+  // The lane's line and first piece of 16 lines, of which `across` lie in a column of matrices;
+  // and a piece further on, an even number of them.
+  static __device__ __forceinline__ sm80::SharedAddress further(sm80::SharedAddress at,
+                                                                int pieces) {
+    return width == 48 ? at + pieces * 16 : at ^ (pieces * 16);
+  }
+
+  __device__ __forceinline__ void multiply_keys(Logits& logits, sm80::SharedAddress keys) const {
     const int l = lane();
+    keys += piece_at(l / 16 * 8 + l % 8, l / 8 % 2);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int b = 0; b < kStep / 16; ++b) {
         // Matrices of 8 keys by 8 numbers: two of the first keys, two of the next.
         std::uint32_t four[4];
-        sm80::ldmatrix_x4(four,
-                          keys + b * 16 * kPitch + piece_at(l / 16 * 8 + l % 8, s * 2 + l / 8 % 2));
+        sm80::ldmatrix_x4(four, further(keys, 2 * s) + b * 16 * kPitch);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const std::uint32_t right[2] = {four[2 * j], four[2 * j + 1]};
@@ -437,11 +424,11 @@ struct Attend {
   }
 
   // The weights, and these times the values.
-  __device__ __forceinline__ void add_values(const Logits& logits, const Stage& stage, int step) {
+  __device__ __forceinline__ void add_values(const Logits& logits, sm80::SharedAddress values) {
     constexpr std::uint32_t kOnes = mode == Mode::kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
     const std::uint32_t ones[2] = {kOnes, kOnes};
-    const auto values = sm80::shared_address(stage.value[slot]) + step * kStep * kPitch;
     const int l = lane();
+    values += piece_at(l % 16, l / 16);
 #pragma unroll
     for (int b = 0; b < kStep / 16; ++b) {
       std::uint32_t weights[kM][4];
@@ -458,8 +445,7 @@ struct Attend {
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         std::uint32_t four[4];
-        sm80::ldmatrix_x4_trans(
-            four, values + b * 16 * kPitch + piece_at(l / 8 % 2 * 8 + l % 8, j + l / 16));
+        sm80::ldmatrix_x4_trans(four, further(values, j) + b * 16 * kPitch);
         const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
@@ -471,7 +457,8 @@ struct Attend {
   }
 
   // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
-  __device__ __forceinline__ void store(bool any) {
+  template <bool whole>
+  __device__ __forceinline__ void store(bool any) const {
     std::uint32_t gates[kM][2][kTiles];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -480,7 +467,7 @@ struct Attend {
         const std::uint16_t* line = projected(query_at(m, h), 3);
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
-          gates[m][h][j] = load_two(line, query_at(m, h) < p.n, j * 8 + lane() % 4 * 2);
+          gates[m][h][j] = load_two<whole>(line, query_at(m, h) < p.n, j * 8 + lane() % 4 * 2);
         }
       }
     }
@@ -497,7 +484,7 @@ struct Attend {
           const float2 gate = unpack_16<mode>(gates[m][h][j]);
           const float x = total[m][j][2 * h] * inverse * sigmoid(gate.x);
           const float y = total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
-          if (at >= p.n || !is_inside(column)) continue;
+          if (!whole && (at >= p.n || !is_inside(column))) continue;
           *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<mode>(x, y) : 0;
         }
       }

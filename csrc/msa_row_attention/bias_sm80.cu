@@ -37,6 +37,7 @@ void launch_bias(const BiasProblem& problem, CUstream_st* stream) {
   params.problem = problem;
   params.n = static_cast<int>(problem.sizes.n);
   params.blocks = static_cast<int>(bias_blocks(problem.sizes.n));
+  params.key_blocks = static_cast<int>(bias_key_blocks(problem.sizes.n));
   params.chunks = static_cast<int>(ceil_div(problem.sizes.pair_channels, kBiasChunk));
   params.passes = problem.norm_weight.data && params.chunks > 1 ? 2 : 1;
   params.per_channel = 1.0f / static_cast<float>(problem.sizes.pair_channels);
@@ -49,7 +50,7 @@ void launch_bias(const BiasProblem& problem, CUstream_st* stream) {
                                      : Kernel::shared_bytes(Kernel::kOctets, 1);
   // As many as there is room for at once, each for several tiles that follow each other.
   const int resident = std::max(1, std::min(2, shared_bytes_of_multiprocessor() / (shared + 1024)));
-  const std::int64_t tiles = problem.sizes.groups * params.blocks * params.blocks;
+  const std::int64_t tiles = problem.sizes.groups * params.blocks * params.key_blocks;
   const std::int64_t grid = std::min<std::int64_t>(tiles, multiprocessors() * resident);
   params.share = tiles / grid;
   params.longer = tiles % grid;

@@ -227,7 +227,7 @@ struct BiasKernel {
     if (head >= params.problem.sizes.heads) return;
     const std::int64_t line =
         (std::int64_t{at.group} * params.problem.sizes.heads + head) * params.blocks;
-    const std::int64_t block = (line + at.i_block) * params.blocks + at.j_block;
+    const std::int64_t block = (line + at.i_block) * params.key_blocks + at.j_block;
     auto* to = static_cast<unsigned char*>(params.problem.bias) +
                (block * kBiasNumbers + (warp() * 4 + g() / 2) * 8) * (kSixteen ? 2 : 4);
     if constexpr (kSixteen) {

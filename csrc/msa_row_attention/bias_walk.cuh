@@ -17,10 +17,11 @@ struct BiasParams {
   std::int64_t share = 0;   // tiles of a thread block
   std::int64_t longer = 0;  // as many blocks, the first ones, have one tile more
   int n = 0;
-  int blocks = 0;  // of kBiasBlock positions
-  int chunks = 0;  // of kBiasChunk channels
-  int passes = 0;  // over the channels: with a LayerNorm of several chunks two
-  int octets = 0;  // of heads
+  int blocks = 0;      // of kBiasBlock queries
+  int key_blocks = 0;  // of as many keys
+  int chunks = 0;      // of kBiasChunk channels
+  int passes = 0;      // over the channels: with a LayerNorm of several chunks two
+  int octets = 0;      // of heads
   float per_channel = 0.0f;
   BiasAccess access = BiasAccess::kNumbers;
   bool resident = false;  // the tables of all heads and channels are in shared memory
@@ -35,10 +36,10 @@ struct BiasWalk {
   int chunk;
 
   __device__ __forceinline__ BiasWalk(const BiasParams& params, std::int64_t tile) {
-    const std::int64_t of_group = std::int64_t{params.blocks} * params.blocks;
+    const std::int64_t of_group = std::int64_t{params.blocks} * params.key_blocks;
     group = static_cast<int>(tile / of_group);
     const auto rest = static_cast<std::uint64_t>(tile - group * of_group);
-    const auto blocks = static_cast<unsigned>(params.blocks);
+    const auto blocks = static_cast<unsigned>(params.key_blocks);
     i_block = static_cast<int>(rest / blocks);
     j_block = static_cast<int>(rest - static_cast<std::uint64_t>(i_block) * blocks);
     turn = chunk = 0;
@@ -64,7 +65,7 @@ struct BiasWalk {
     turn += 4 * kOctets - 2 * params.passes;
     if (octet() < params.octets) return;
     turn = 0;
-    if (++j_block < params.blocks) return;
+    if (++j_block < params.key_blocks) return;
     j_block = 0;
     if (++i_block < params.blocks) return;
     i_block = 0;

@@ -19,18 +19,23 @@ constexpr int width_of(int dim) {
   return 0;
 }
 
-// A block's rows, and queries of each. Rows that a block has together share the bias in shared
-// memory; short rows leave no warp without queries. Widths above 64 have half as many rows, for the
-// shared memory of keys and values.
+// A block's rows, and warps along the queries of each. Four warps: larger blocks, whose rows would
+// share the bias, were slower; three such blocks fit a multiprocessor where heads are narrow. Short
+// rows leave no warp without queries, and have one tile of keys.
 struct AttendTile {
   int rows;
-  int query_warps;  // of 32 queries
+  int query_warps;
 };
 
-constexpr AttendTile kAttendTiles[] = {{2, 4}, {4, 2}, {4, 1}};
+constexpr AttendTile kAttendTiles[] = {{1, 4}, {2, 2}, {4, 1}};
 
-constexpr int attend_tile_of(std::int64_t n) {
-  return n > 64 ? 0 : n > 32 ? 1 : 2;
+// Of a warp: 32, or 16 where a head is wide.
+constexpr int queries_of_warp(int width) {
+  return width > 64 ? 16 : 32;
+}
+
+constexpr int attend_tile_of(std::int64_t n, int width) {
+  return width > 64 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -58,7 +58,8 @@ constexpr std::int64_t mask_words(std::int64_t n) {
 // The bias of a group and head is stored by blocks of 16 queries by 16 keys, in the order in which
 // the lanes of a warp hold the results of mma.m16n8k16: lane l = 4 * g + t has the eight numbers
 //   (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1), then the same of columns 8 further,
-// one after the other. Blocks of the same queries follow each other; what lies beyond N is zero.
+// one after the other. Blocks of the same queries follow each other, up to a multiple of 64 keys;
+// what lies beyond N is zero.
 constexpr int kBiasBlock = 16;
 constexpr int kBiasNumbers = kBiasBlock * kBiasBlock;
 
@@ -66,9 +67,14 @@ constexpr std::int64_t bias_blocks(std::int64_t n) {
   return ceil_div(n, kBiasBlock);
 }
 
+constexpr std::int64_t bias_key_blocks(std::int64_t n) {
+  return ceil_div(n, 64) * (64 / kBiasBlock);
+}
+
 // In numbers, of all groups and heads: of type_of(mode).
 constexpr std::int64_t bias_size(const Sizes& sizes) {
-  return sizes.groups * sizes.heads * bias_blocks(sizes.n) * bias_blocks(sizes.n) * kBiasNumbers;
+  return sizes.groups * sizes.heads * bias_blocks(sizes.n) * bias_key_blocks(sizes.n) *
+         kBiasNumbers;
 }
 
 // An MSA as it is stored: element (group, row, position, channel) at group * group_stride +
@@ -107,14 +113,17 @@ struct PrepareProblem {
   Msa msa;
   Mask mask;
   Stored norm_weight, norm_bias;     // (channels)
-  Stored query, key, value, gate;    // (width, channels)
-  Stored out_proj;                   // (channels, width)
+  Stored query, key, value, gate;    // (heads * head_dim, channels)
+  Stored gate_bias;                  // (heads * head_dim), or null
+  Stored out_proj;                   // (channels, heads * head_dim)
   Stored out_proj_bias;              // (channels), or null
   void* normalised = nullptr;        // (positions(), channels) of type_of(mode)
   std::uint64_t* present = nullptr;  // (all_rows(), mask_words(n)); null where mask.data is null
-  void* projections = nullptr;       // (4 * width, channels) of type_of(mode)
-  void* out_weight = nullptr;        // (channels, width) of type_of(mode); null: not wanted
-  void* out_bias = nullptr;          // (channels) of type_of(mode); zeros where there is none
+  // Weights of type_of(mode), heads filled up with zeros to `dim`; null: not wanted.
+  void* projections = nullptr;      // (4 * width, channels)
+  void* projection_bias = nullptr;  // (4 * width): that of the gate, zeros for the others
+  void* out_weight = nullptr;       // (channels, width)
+  void* out_bias = nullptr;         // (channels); zeros where there is none
 };
 
 void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream);

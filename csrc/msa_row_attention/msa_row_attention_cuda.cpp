@@ -3,6 +3,7 @@
 // check, plan, then launch or hand over to the PyTorch composition.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "common/sanitizers.h"
 #include "msa_row_attention/arguments.h"
@@ -19,7 +20,7 @@ void multiply(const Tensor& a, const Tensor& b, const MaybeTensor& bias, const T
 template <class T>
 T* offset(T* data, DType type, std::int64_t numbers) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return static_cast<Byte*>(data) + numbers * (type == DType::kFloat32 ? 4 : 2);
+  return static_cast<Byte*>(data) + numbers * bytes_of(type);
 }
 
 struct Forward {
@@ -31,53 +32,69 @@ struct Forward {
   Mask mask;
   PrepareProblem weights;  // the parameters of it
   BiasProblem bias;        // likewise
-  Stored gate_bias;
   CUstream_st* stream;
 
   void run(const Tensor& out) {
     const DType type = type_of(chosen.mode);
     const ScalarType scalar = scalar_type_of(type);
-    const Tensor biases = empty(out, {bias_size(sizes)}, scalar);
+    Sizes part = sizes;
+    part.groups = chosen.groups;
+    part.rows = chosen.rows;
+    const std::int64_t positions = part.positions(), width = sizes.width();
+    const std::int64_t channels = sizes.channels, size = bytes_of(type);
+
+    // One allocation: each costs as much time of the host as a launch.
+    std::int64_t end = 0;
+    const auto take = [&end](std::int64_t bytes) {
+      const std::int64_t begin = end;
+      end += ceil_div(bytes, 256) * 256;
+      return begin;
+    };
+    const std::int64_t at_bias = take(bias_size(sizes) * size);
+    const std::int64_t at_projections = take(4 * width * channels * size);
+    const std::int64_t at_projection_bias = take(4 * width * size);
+    const std::int64_t at_out_weight = take(channels * width * size);
+    const std::int64_t at_out_bias = take(channels * size);
+    const std::int64_t at_present = take(mask.data ? part.all_rows() * mask_words(sizes.n) * 8 : 0);
+    const std::int64_t at_normalised = take(positions * channels * size);
+    const std::int64_t at_projected = take(positions * 4 * width * size);
+    const std::int64_t at_attended = take(positions * width * size);
+    const Tensor workspace = empty(out, {end}, ScalarType::Byte);
+    auto* memory = static_cast<unsigned char*>(workspace.mutable_data_ptr());
+    const auto matrix = [&](void* data, std::int64_t rows, std::int64_t columns) {
+      return view_of(out, data, {rows, columns}, {columns, 1}, scalar);
+    };
+    const auto vector = [&](void* data, std::int64_t count) {
+      return view_of(out, data, {count}, {1}, scalar);
+    };
+
     bias.sizes = sizes;
     bias.mode = chosen.mode;
     bias.eps = eps;
     bias.pair = pair;
     bias.scale = std::sqrt(static_cast<float>(sizes.head_dim));
-    bias.bias = biases.mutable_data_ptr();
+    bias.bias = memory + at_bias;
     bias_sm80(bias, stream);
-
-    Sizes part = sizes;
-    part.groups = chosen.groups;
-    part.rows = chosen.rows;
-    const std::int64_t positions = part.positions(), width = sizes.width();
-    const Tensor packed = empty(
-        out, {4 * width + sizes.channels, std::max<std::int64_t>(sizes.channels, width)}, scalar);
-    const Tensor out_bias = empty(out, {sizes.channels}, scalar);
-    const Tensor normalised = empty(out, {positions, sizes.channels}, scalar);
-    const Tensor projected = empty(out, {positions, 4 * width}, scalar);
-    const Tensor attended = empty(out, {positions, width}, scalar);
-    const std::int64_t words = mask_words(sizes.n);
-    const Tensor present = empty(out, {mask.data ? part.all_rows() * words : 0}, ScalarType::Long);
 
     PrepareProblem prepare = weights;
     prepare.mode = chosen.mode;
     prepare.eps = eps;
-    prepare.normalised = normalised.mutable_data_ptr();
-    if (mask.data) prepare.present = static_cast<std::uint64_t*>(present.mutable_data_ptr());
-    prepare.projections = packed.mutable_data_ptr();
-    prepare.out_weight = offset(packed.mutable_data_ptr(), type, 4 * width * sizes.channels);
-    prepare.out_bias = out_bias.mutable_data_ptr();
-    const Tensor projections = view_of(out, packed.mutable_data_ptr(), {4 * width, sizes.channels},
-                                       {sizes.channels, 1}, scalar);
-    const Tensor out_weight =
-        view_of(out, prepare.out_weight, {sizes.channels, width}, {width, 1}, scalar);
+    prepare.normalised = memory + at_normalised;
+    if (mask.data) prepare.present = reinterpret_cast<std::uint64_t*>(memory + at_present);
+    prepare.projections = memory + at_projections;
+    prepare.projection_bias = memory + at_projection_bias;
+    prepare.out_weight = memory + at_out_weight;
+    prepare.out_bias = memory + at_out_bias;
+    const Tensor projections = matrix(prepare.projections, 4 * width, channels);
+    const Tensor projection_bias = vector(prepare.projection_bias, 4 * width);
+    const Tensor out_weight = matrix(prepare.out_weight, channels, width);
+    const Tensor out_bias = vector(prepare.out_bias, channels);
 
     AttendProblem attend;
     attend.mode = chosen.mode;
-    attend.projected = projected.const_data_ptr();
+    attend.projected = memory + at_projected;
     attend.present = prepare.present;
-    attend.gate_bias = gate_bias;
-    attend.out = attended.mutable_data_ptr();
+    attend.out = memory + at_attended;
 
     for (std::int64_t group = 0; group < sizes.groups; group += chosen.groups) {
       part.groups = std::min(chosen.groups, sizes.groups - group);
@@ -95,20 +112,17 @@ struct Forward {
               (group * mask.group_stride + row * mask.row_stride) * bytes_of(mask.type);
         }
         prepare_sm80(prepare, stream);
-        prepare.projections = prepare.out_weight = prepare.out_bias = nullptr;  // once is enough
+        // Once is enough.
+        prepare.projections = prepare.projection_bias = nullptr;
+        prepare.out_weight = prepare.out_bias = nullptr;
 
-        const auto rows_of = [&](const Tensor& tensor, std::int64_t columns) {
-          return view_of(out, tensor.mutable_data_ptr(), {count, columns}, {columns, 1}, scalar);
-        };
-        multiply(rows_of(normalised, sizes.channels), projections, std::nullopt,
-                 rows_of(projected, 4 * width));
-        attend.bias =
-            offset(biases.const_data_ptr(), type, group * (bias_size(sizes) / sizes.groups));
+        multiply(matrix(prepare.normalised, count, channels), projections, projection_bias,
+                 matrix(memory + at_projected, count, 4 * width));
+        attend.bias = memory + at_bias + group * (bias_size(sizes) / sizes.groups) * size;
         attend_sm80(attend, stream);
-        const std::int64_t first = (group * sizes.rows + row) * sizes.n * sizes.channels;
-        const Tensor result = view_of(out, offset(out.mutable_data_ptr(), type, first),
-                                      {count, sizes.channels}, {sizes.channels, 1}, scalar);
-        multiply(rows_of(attended, width), out_weight, out_bias, result);
+        const std::int64_t first = (group * sizes.rows + row) * sizes.n * channels;
+        multiply(matrix(attend.out, count, width), out_weight, out_bias,
+                 matrix(offset(out.mutable_data_ptr(), type, first), count, channels));
       }
     }
   }
@@ -164,13 +178,13 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
   weights.key = store(key_weight, "key_weight", width, channels);
   weights.value = store(value_weight, "value_weight", width, channels);
   weights.gate = store(gate_weight, "gate_weight", width, channels);
+  weights.gate_bias = store(gate_bias, "gate_bias", width);
   weights.out_proj = store(out_proj_weight, "out_proj_weight", channels, width);
   weights.out_proj_bias = store(out_proj_bias, "out_proj_bias", channels);
   BiasProblem bias;
   bias.norm_weight = store(pair_norm_weight, "pair_norm_weight", pair_channels);
   bias.norm_bias = store(pair_norm_bias, "pair_norm_bias", pair_channels);
   bias.weight = store(pair_bias_weight, "pair_bias_weight", num_heads, pair_channels);
-  const Stored gate = store(gate_bias, "gate_bias", width);
   Tensor kept_mask = msa, kept_msa = msa, kept_pair = pair;
   const Mask keys = mask_of(mask, msa, lead, &kept_mask);
 
@@ -195,7 +209,6 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
           keys,
           weights,
           bias,
-          gate,
           current_stream(out)}
       .run(out);
   return out;

@@ -95,10 +95,11 @@ Choice choose(const Problem& problem) {
   const std::int64_t rows = choice.groups * choice.rows;
   choice.plan.kernel = "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
   choice.plan.launches = 3;
-  const bool wide = width_of(sizes.dim) > 64;
-  const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n)];
-  choice.plan.tile = {tile.rows, tile.query_warps * (wide ? 16 : 32), 64};
-  choice.plan.workspace_bytes = bias_size(sizes) * 2 + rows * sizes.n * (line + 2 * sizes.channels);
+  const int head = width_of(sizes.dim);
+  const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n, head)];
+  choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
+  choice.plan.workspace_bytes =
+      bias_size(sizes) * 2 + rows * sizes.n * (line + 2 * sizes.channels + 2 * sizes.width());
   return choice;
 }
 

@@ -37,26 +37,39 @@ bool is_floating(MaskType type) {
          type == MaskType::kFloat64;
 }
 
-WeightCopy copy_of(const Stored& from, void* to, std::int64_t count) {
+// `lines` times as many numbers as a head has, filled up to its width.
+WeightCopy copy_of(const Stored& from, void* to, const Sizes& sizes, std::int64_t lines,
+                   std::int64_t line) {
   WeightCopy copy;
   if (!to) return copy;
   copy.from = from;
   copy.to = to;
-  copy.count = count;
-  copy.blocks = static_cast<unsigned>(ceil_div(count, kCopyNumbers));
-  copy.vector = from.data && aligned(from.data) && aligned(to);
+  copy.count = lines * sizes.dim * line;
+  copy.chunk = sizes.dim * line;
+  copy.filled = sizes.head_dim * line;
+  copy.blocks = static_cast<unsigned>(ceil_div(copy.count, kCopyNumbers));
+  copy.vector = from.data && copy.chunk == copy.filled && aligned(from.data) && aligned(to);
   return copy;
 }
 
 void list_copies(const PrepareProblem& p, DType type, WeightCopy (&copies)[kCopies]) {
-  const std::int64_t size = std::int64_t{p.sizes.width()} * p.sizes.channels;
+  const Sizes& sizes = p.sizes;
+  const std::int64_t width = sizes.width(), size = width * sizes.channels;
+  const auto further = [&](void* to, std::int64_t numbers) -> void* {
+    return to ? static_cast<unsigned char*>(to) + numbers * bytes_of(type) : nullptr;
+  };
   const Stored* projections[] = {&p.query, &p.key, &p.value, &p.gate};
-  auto* to = static_cast<unsigned char*>(p.projections);
   for (int i = 0; i < 4; ++i) {
-    copies[i] = copy_of(*projections[i], to + i * size * bytes_of(type), size);
+    copies[i] = copy_of(*projections[i], further(p.projections, i * size), sizes, sizes.heads,
+                        sizes.channels);
   }
-  copies[4] = copy_of(p.out_proj, p.out_weight, size);
-  copies[5] = copy_of(p.out_proj_bias, p.out_bias, p.sizes.channels);
+  copies[4] = copy_of({}, p.projection_bias, sizes, 3 * sizes.heads, 1);
+  copies[5] = copy_of(p.gate_bias, further(p.projection_bias, 3 * width), sizes, sizes.heads, 1);
+  copies[6] =
+      copy_of(p.out_proj, p.out_weight, sizes, std::int64_t{sizes.channels} * sizes.heads, 1);
+  Sizes whole = sizes;  // no heads here
+  whole.dim = whole.head_dim = 1;
+  copies[7] = copy_of(p.out_proj_bias, p.out_bias, whole, sizes.channels, 1);
 }
 
 // Axes of one element have any stride.

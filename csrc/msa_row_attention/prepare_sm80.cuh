@@ -12,16 +12,20 @@ namespace fused_ops::msa_row_attention {
 constexpr int kPrepareThreads = 128;
 constexpr int kPrepareWarps = kPrepareThreads / 32;
 
-// Numbers to be converted, one after the other. Zeros where there are none.
+// Numbers to be converted, one after the other; zeros where there are none. Of each `chunk` of the
+// results the first `filled` come from `from`, where they follow each other, and the rest are
+// zeros.
 struct WeightCopy {
   Stored from;
   void* to = nullptr;
-  std::int64_t count = 0;
+  std::int64_t count = 0;  // of results
+  std::int64_t chunk = 1;
+  std::int64_t filled = 1;
   unsigned blocks = 0;
-  bool vector = false;  // both begin at 16 bytes
+  bool vector = false;  // both begin at 16 bytes, and nothing is filled up
 };
 
-constexpr int kCopies = 6;
+constexpr int kCopies = 8;
 constexpr int kCopyNumbers = 8 * kPrepareThreads;  // of a block
 
 // An axis of the rows of the MSA; axes that follow each other without a gap are one.
@@ -48,6 +52,13 @@ struct PrepareParams {
   int lanes_log2 = 0;  // lanes that share a row in registers
 };
 
+__device__ __forceinline__ float load_filled(const WeightCopy& copy, std::int64_t at) {
+  if (copy.chunk == copy.filled) return load_or(copy.from, at, 0.0f);
+  const std::int64_t chunk = at / copy.chunk, in_chunk = at - chunk * copy.chunk;
+  if (in_chunk >= copy.filled) return 0.0f;
+  return load_or(copy.from, chunk * copy.filled + in_chunk, 0.0f);
+}
+
 __device__ __forceinline__ void copy_numbers(const WeightCopy& copy, DType type, unsigned block,
                                              int thread) {
   const std::int64_t first = std::int64_t{block} * kCopyNumbers;
@@ -63,7 +74,7 @@ __device__ __forceinline__ void copy_numbers(const WeightCopy& copy, DType type,
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const std::int64_t at = from + i * step;
-    numbers[i] = at < copy.count ? load_or(copy.from, at, 0.0f) : 0.0f;
+    numbers[i] = at < copy.count ? load_filled(copy, at) : 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

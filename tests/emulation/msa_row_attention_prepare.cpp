@@ -26,8 +26,9 @@ const emulation::Kernel prepare("prepare", [](Request& request) {
   p.sizes.rows = request.integer("rows");
   p.sizes.n = request.integer("n");
   p.sizes.channels = static_cast<int>(request.integer("channels"));
-  p.sizes.heads = 1;
-  p.sizes.dim = static_cast<int>(request.integer("width"));
+  p.sizes.heads = static_cast<int>(request.integer("heads", 1));
+  p.sizes.head_dim = static_cast<int>(request.integer("width")) / p.sizes.heads;
+  p.sizes.dim = static_cast<int>(request.integer("dim", p.sizes.head_dim));
   p.mode = static_cast<Mode>(request.integer("mode"));
   p.eps = 1e-5f;
   p.msa.data = request.input<char>("msa") + request.integer("msa_offset");
@@ -54,6 +55,10 @@ const emulation::Kernel prepare("prepare", [](Request& request) {
   const std::int64_t size = std::int64_t{p.sizes.width()} * p.sizes.channels;
   p.normalised = request.output<char>("normalised", p.sizes.positions() * p.sizes.channels * bytes);
   p.projections = request.output<char>("projections", 4 * size * bytes);
+  if (request.integer("with_gate_bias", 0) != 0) {
+    p.gate_bias = stored(request, "gate_bias");
+    p.projection_bias = request.output<char>("projection_bias", 4 * p.sizes.width() * bytes);
+  }
   if (request.integer("with_out") != 0) {
     p.out_proj = stored(request, "out_proj");
     p.out_weight = request.output<char>("out_weight", size * bytes);

@@ -126,6 +126,12 @@ inline void cp_async_16(void* shared, const void* global, int bytes,
   emulation::copy_async<16>("cp_async_16", shared, global, bytes, site);
 }
 
+inline void cp_async_16(SharedAddress shared, const void* global, int bytes,
+                        emulation::Site site = emulation::Site::here()) {
+  emulation::copy_async<16>("cp_async_16", const_cast<void*>(emulation::shared_pointer(shared)),
+                            global, bytes, site);
+}
+
 inline void cp_async_16(void* shared, const void* global,
                         emulation::Site site = emulation::Site::here()) {
   emulation::copy_async<16>("cp_async_16", shared, global, 16, site);

@@ -11,6 +11,8 @@ namespace {
 
 using emulation::Request;
 using fused_ops::DType;
+using fused_ops::Linear;
+using fused_ops::Stored;
 using namespace fused_ops::triangular_multiplicative_update;
 
 Sizes sizes(Request& request) {

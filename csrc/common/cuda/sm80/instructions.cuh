@@ -34,6 +34,12 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)

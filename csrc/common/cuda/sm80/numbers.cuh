@@ -9,10 +9,6 @@
 
 namespace fused_ops {
 
-__host__ __device__ constexpr int bytes_of(DType type) {
-  return type == DType::kFloat32 ? 4 : 2;
-}
-
 __host__ __device__ constexpr int words_of(DType type, int numbers) {
   return numbers * bytes_of(type) / 4;
 }
