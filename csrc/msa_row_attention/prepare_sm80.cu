@@ -13,25 +13,6 @@ bool aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
 }
 
-int bytes_of(MaskType type) {
-  switch (type) {
-    case MaskType::kUInt8:
-    case MaskType::kInt8:
-      return 1;
-    case MaskType::kInt16:
-    case MaskType::kFloat16:
-    case MaskType::kBFloat16:
-      return 2;
-    case MaskType::kInt32:
-    case MaskType::kFloat32:
-      return 4;
-    case MaskType::kInt64:
-    case MaskType::kFloat64:
-      return 8;
-  }
-  return 0;
-}
-
 bool is_floating(MaskType type) {
   return type == MaskType::kFloat16 || type == MaskType::kBFloat16 || type == MaskType::kFloat32 ||
          type == MaskType::kFloat64;
