@@ -54,7 +54,7 @@ step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-ca
   "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
 # What the tools cannot see otherwise: csrc/common/sanitizers.h.
-for op in matmul triangle; do
+for op in matmul triangle attention; do
   sanitize memcheck $op 40
   FUSED_OPS_RACECHECK=1 sanitize racecheck $op 110
   FUSED_OPS_INITCHECK=1 sanitize initcheck $op 110

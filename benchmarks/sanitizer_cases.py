@@ -5,7 +5,7 @@ Inputs are made and results compared on the CPU, so that besides ours only copie
 the device: the tools need no filter on kernel names, and initcheck sees all that is written. A
 backward runs only where the plan names a kernel of ours.
 
-``--only matmul`` or ``--only triangle`` runs the cases of one op.
+``--only matmul``, ``--only triangle`` or ``--only attention`` runs the cases of one op.
 
 ``--kernels`` runs the same under PyTorch's profiler instead and tells which kernels were reached.
 """
@@ -39,6 +39,17 @@ TRIANGLES = (
     (187, 16, 16, torch.float32),
     (187, 24, 72, torch.bfloat16),
     (187, 8, 16, torch.float16),
+)
+
+# Rows, N, msa_dim, pair_dim, heads, dtype: rows of one and of several tiles of keys, heads of all
+# widths in shared memory, one of them filled up.
+ATTENTIONS = (
+    (3, 17, 24, 7, 3, torch.bfloat16),
+    (5, 40, 64, 16, 2, torch.float16),
+    (2, 130, 80, 40, 2, torch.bfloat16),
+    (3, 77, 120, 132, 2, torch.bfloat16),
+    (2, 70, 128, 24, 1, torch.bfloat16),
+    (3, 33, 65, 33, 13, torch.bfloat16),
 )
 
 
@@ -105,12 +116,44 @@ def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
     return 2 * len(directions)
 
 
+def run_attention(
+    rows: int, n: int, channels: int, pair_channels: int, heads: int, dtype: torch.dtype
+) -> None:
+    """The forward, with and without a mask; of two groups, and with a norm of the pair."""
+    module = fused_ops.MSARowAttention(channels, pair_channels, heads).to(dtype)
+    msa = torch.randn(2, rows, n, channels, dtype=dtype)
+    pair = torch.randn(2, n, n, pair_channels, dtype=dtype)
+    mask = torch.rand(2, rows, n) > 0.3
+    mask[..., 0] = True
+    mask[0, 0, n // 2 :] = False
+    triangle = fused_ops.TriangleAttention(pair_channels, 1, direction="ending").to(dtype)
+    near = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    with torch.no_grad():
+        for given, inputs in (
+            (module, (msa, pair, mask)),
+            (module, (msa, pair[:1], None)),
+            (triangle, (pair,)),
+        ):
+            on_cuda = copy.deepcopy(given).cuda()
+            result = on_cuda(*(None if x is None else x.cuda() for x in inputs))
+            exact = copy.deepcopy(given).double()
+            expected = exact(
+                *(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
+            )
+            error = (result.cpu().double() - expected).norm()
+            assert error <= near * expected.norm(), f"off by {error:.3g}"
+
+
 def run_all() -> None:
     backwards = 0
-    if "triangle" not in sys.argv:
+    chosen = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
+    if chosen in ("", "matmul"):
         backwards += sum(run(*shape) for shape in (*SMALL, *LARGE))
-    if "matmul" not in sys.argv:
+    if chosen in ("", "triangle"):
         backwards += sum(run_triangle(*triangle) for triangle in TRIANGLES)
+    if chosen in ("", "attention"):
+        for attention in ATTENTIONS:
+            run_attention(*attention)
     torch.cuda.synchronize()
     print(f"all cases right, {backwards} backward passes among them")
 
