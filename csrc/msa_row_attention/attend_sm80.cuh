@@ -85,7 +85,7 @@ struct Attend {
   static constexpr int kTileBlocks = kKeys / kBiasBlock;
 
   // Where a piece of a line is: pieces of eight lines, one below the other, lie in different banks.
-  static __device__ __forceinline__ int piece_at(int key, int piece) {
+  static __device__ __forceinline__ unsigned piece_at(unsigned key, unsigned piece) {
     constexpr int kLines = width >= 64 ? 1 : 64 / width;  // of 128 bytes
     if (width != 48) piece ^= key / kLines % (kPieces < 8 ? kPieces : 8);
     return key * kPitch + piece * 16;
@@ -94,7 +94,7 @@ struct Attend {
   const AttendParams& p;
   // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
   sm80::SharedAddress lines;
-  int thread;
+  unsigned thread;   // not signed: cheaper to divide
   bool exists;       // whether there is such a row
   std::int64_t row;  // its first one if not
   int head;
@@ -103,8 +103,8 @@ struct Attend {
   const uint4* bias;
   const uint4* next_bias;
 
-  __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ unsigned in_row() const { return thread % kRowThreads; }
   // The warp's first query in the tile.
   __device__ __forceinline__ int warp_query() const {
     return thread % kRowThreads / 32 * (16 * kM);
@@ -116,8 +116,8 @@ struct Attend {
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
   static __device__ __forceinline__ void run(const AttendParams& p) {
-    const int thread = sm80::opaque(thread_index());  // else it is read again and again
-    const int slot = thread / kRowThreads;
+    const unsigned thread = sm80::opaque(thread_index());  // else it is read again and again
+    const unsigned slot = thread / kRowThreads;
     unsigned block = blockIdx.x;
     const unsigned tile = block % p.query_tiles;
     block /= p.query_tiles;
@@ -164,7 +164,8 @@ struct Attend {
   // thread's piece of its first key.
   __device__ __forceinline__ void copy(const std::uint16_t* key, int tile, int stage,
                                        std::uint64_t present) const {
-    const int column = in_row() % kPieceRoom * 8, first_key = in_row() / kPieceRoom;
+    const int column = static_cast<int>(in_row() % kPieceRoom * 8);
+    const unsigned first_key = in_row() / kPieceRoom;
     if (tile < p.tiles && present != 0 && column < width) {
       const auto to = lines + stage * kStageBytes + piece_at(first_key, column / 8);
       const bool all = present == ~std::uint64_t{0};
@@ -343,7 +344,7 @@ struct Attend {
   }
 
   __device__ __forceinline__ void multiply_keys(Logits& logits, sm80::SharedAddress keys) const {
-    const int l = lane();
+    const unsigned l = lane();
     keys += piece_at(l / 16 * 8 + l % 8, l / 8 % 2);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -427,7 +428,7 @@ struct Attend {
   __device__ __forceinline__ void add_values(const Logits& logits, sm80::SharedAddress values) {
     constexpr std::uint32_t kOnes = mode == Mode::kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
     const std::uint32_t ones[2] = {kOnes, kOnes};
-    const int l = lane();
+    const unsigned l = lane();
     values += piece_at(l % 16, l / 16);
 #pragma unroll
     for (int b = 0; b < kStep / 16; ++b) {

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MSA row attention and triangle attention in the 16-bit types that kernels serve.
+
+The bodies are the same on both devices; the CPU takes smaller sizes.
+"""
+
+import math
+
+import pytest
+import torch
+from helpers import as_double, assert_parity, assert_result, in_double, randomize, strided
+from test_msa_row_attention import FusedGeneral, General, mask_of
+
+import fused_ops
+from fused_ops import reference
+
+TYPES = [torch.bfloat16, torch.float16]
+PLACES = [("cpu", dtype) for dtype in TYPES]
+PLACES += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TYPES]
+everywhere = pytest.mark.parametrize(("place", "dtype"), PLACES)
+
+
+def modules(place, dtype, channels, pair_channels, heads, head_dim, **options):
+    """The general form, fused and eager, around the same parameters."""
+    eager = General(channels, pair_channels, heads, head_dim, **options).to(place, dtype)
+    return FusedGeneral(eager), eager
+
+
+def tensors(place, dtype, lead, s, n, channels, pair_channels, pair_lead=None):
+    msa = torch.randn(*lead, s, n, channels, device=place).to(dtype).requires_grad_()
+    pair_lead = lead if pair_lead is None else pair_lead
+    pair = torch.randn(*pair_lead, n, n, pair_channels, device=place).to(dtype).requires_grad_()
+    return msa, pair
+
+
+def check(fused, eager, msa, pair, mask, dtype):
+    """The value alone, against float64, by the rule for results."""
+    with torch.no_grad():
+        inputs = [msa.detach(), pair.detach(), mask]
+        exact = in_double(eager)(*(as_double(x) for x in inputs[:2]), mask)
+        assert_result(fused(*inputs), eager(*inputs), exact, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("head_dim", [1, 5, 8, 16, 17, 24, 32, 48, 64, 100, 128])
+def test_any_width_of_a_head(place, dtype, head_dim):
+    fused, eager = modules(place, dtype, 40, 24, 3, head_dim)
+    n = 37 if place == "cpu" else 150
+    msa, pair = tensors(place, dtype, (1,), 3, n, 40, 24)
+    check(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("n", [1, 2, 17, 33, 64, 77, 128, 257, 513])
+def test_any_length(place, dtype, n):
+    if place == "cpu" and n > 100:
+        n = n // 8 + 1
+    fused, eager = modules(place, dtype, 64, 32, 4, 16, pair_norm=False)
+    for s in (1, 2, 5):
+        msa, pair = tensors(place, dtype, (1,), s, n, 64, 32)
+        check(fused, eager, msa, pair, mask_of(1, s, n, device=place), dtype)
+        check(fused, eager, msa, pair, None, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("s", [0, 1, 33, 130])
+def test_any_depth(place, dtype, s):
+    fused, eager = modules(place, dtype, 32, 16, 2, 16)
+    n = 20 if place == "cpu" else 65
+    msa, pair = tensors(place, dtype, (1,), s, n, 32, 16)
+    check(fused, eager, msa, pair, mask_of(1, s, n, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("channels", [(1, 1, 1), (7, 5, 2), (33, 127, 5), (256, 264, 12)])
+def test_any_channels(place, dtype, channels):
+    c, z, heads = channels
+    fused, eager = modules(place, dtype, c, z, heads, 8, bias=False)
+    msa, pair = tensors(place, dtype, (2,), 3, 19, c, z)
+    check(fused, eager, msa, pair, mask_of(2, 3, 19, device=place), dtype)
+
+
+LEADS = [
+    ((), ()),
+    ((2,), (1,)),
+    ((2,), ()),
+    ((2, 3), (2, 3)),
+    ((2, 3), (2, 1)),
+    ((2, 3), (1, 3)),  # rows of a group do not follow each other
+    ((2, 3), (3,)),
+    ((2, 1, 3), (2, 1, 1)),
+    ((1, 2), (1, 1)),
+]
+
+
+@everywhere
+@pytest.mark.parametrize("lead, pair_lead", LEADS)
+def test_leading_axes(place, dtype, lead, pair_lead):
+    fused, eager = modules(place, dtype, 24, 16, 2, 8)
+    msa, pair = tensors(place, dtype, lead, 3, 21, 24, 16, pair_lead)
+    for mask_lead in ((), lead):
+        mask = mask_of(*mask_lead, 3, 21, device=place)
+        check(fused, eager, msa, pair, mask.expand(*lead, 3, 21), dtype)
+        assert torch.equal(fused(msa, pair, mask), fused(msa, pair, mask.expand(*lead, 3, 21)))
+
+
+@everywhere
+def test_views(place, dtype):
+    fused, eager = modules(place, dtype, 32, 16, 2, 16)
+    msa, pair = tensors(place, dtype, (2,), 4, 22, 32, 16)
+    mask = mask_of(2, 4, 22, device=place)
+    result = fused(msa, pair, mask)
+    assert torch.equal(fused(strided(msa.detach()), strided(pair.detach()), strided(mask)), result)
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (msa, pair)]
+    assert torch.equal(fused(*turned, mask), result)
+    one = msa.detach()[:1, :1].expand(3, 4, -1, -1)
+    check(fused, eager, one, pair.detach()[:1].expand(3, -1, -1, -1), None, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+def test_masks(place, dtype, kind):
+    """Holes, padding, rows without keys; what is not there may be NaN."""
+    fused, eager = modules(place, dtype, 32, 16, 2, 16)
+    n = 40 if place == "cpu" else 200
+    msa, pair = tensors(place, dtype, (1,), 5, n, 32, 16)
+    mask = mask_of(1, 5, n, device=place)
+    mask[0, 1, n // 3 :] = False
+    mask[0, 2] = False
+    mask[0, 3, : n // 2] = False
+    mask[..., -2:] = False
+    check(fused, eager, msa, pair, mask, dtype)
+    pair = pair.detach().clone()
+    expected = fused(msa, pair, mask)
+    pair[:, :, -2:] = math.nan
+    ours = fused(msa, pair, mask.to(kind))
+    assert torch.equal(ours, expected)
+    bias = eager.out_proj.bias
+    assert torch.equal(ours[0, 2], bias.expand_as(ours[0, 2]))
+
+
+@everywhere
+def test_parameters_of_another_type(place, dtype):
+    """Parameters in fp32, activations in 16 bits; and a pair tensor that stayed in fp32."""
+    eager = General(32, 16, 2, 16).to(place)
+    fused = FusedGeneral(eager)
+    msa, pair = tensors(place, dtype, (1,), 3, 30, 32, 16)
+    mask = mask_of(1, 3, 30, device=place)
+    with torch.no_grad(), torch.autocast(place, dtype):
+        ours = fused(msa, pair, mask)
+        theirs = eager(msa, pair, mask)
+    exact = in_double(eager)(as_double(msa), as_double(pair), mask)
+    assert_result(ours, theirs, exact, dtype)
+    with torch.no_grad(), torch.autocast(place, dtype):
+        ours = fused(msa, pair.float(), mask)
+    assert_result(ours, theirs, exact, dtype)
+
+
+@everywhere
+def test_large_logits(place, dtype):
+    """Weights that are nearly zero or one, and exponents far beyond fp16's range."""
+    fused, eager = modules(place, dtype, 32, 16, 2, 16)
+    with torch.no_grad():
+        eager.query.weight.mul_(6)
+        eager.pair_bias.weight.mul_(10)
+    n = 40 if place == "cpu" else 150
+    msa, pair = tensors(place, dtype, (1,), 4, n, 32, 16)
+    check(fused, eager, msa, pair, mask_of(1, 4, n, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("direction", ["starting", "ending"])
+def test_triangle_attention(place, dtype, direction):
+    eager = randomize(reference.TriangleAttention(32, 2, 16, direction)).to(place, dtype)
+    fused = fused_ops.TriangleAttention.from_reference(eager)
+    n = 21 if place == "cpu" else 77
+    pair = torch.randn(2, n, n, 32, device=place).to(dtype).requires_grad_()
+    mask = mask_of(2, n, n, device=place)
+    mask[..., 0, :] = mask[..., 0] = True
+    assert_parity(fused, eager, [pair, mask], dtype)
+
+
+def _poison() -> None:
+    """Fills the allocator's free memory with NaN."""
+    blocks = [torch.full((1 << size,), math.nan, device="cuda") for size in range(8, 24)]
+    del blocks
+
+
+@everywhere
+def test_memory_that_nobody_wrote_is_not_read(place, dtype):
+    fused, _ = modules(place, dtype, 40, 20, 2, 20)
+    msa, pair = tensors(place, dtype, (2,), 3, 70, 40, 20)
+    mask = mask_of(2, 3, 70, device=place)
+    expected = fused(msa, pair, mask)
+    for _ in range(3):
+        if place == "cuda":
+            _poison()
+        assert torch.equal(fused(msa, pair, mask), expected)
+
+
+@pytest.mark.gpu
+def test_plan_names_the_kernels():
+    module = fused_ops.MSARowAttention(64, 16, 4).to("cuda", torch.bfloat16)
+    msa, pair = tensors("cuda", torch.bfloat16, (1,), 3, 30, 64, 16)
+    plan = fused_ops.explain(module, msa, pair)
+    assert plan.path == "kernel" and "attend" in plan.kernel
+    assert plan.launches == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups, rows", [(1, 9000), (40, 220), (3, 3000)])
+def test_more_than_is_taken_at_a_time(groups, rows):
+    """Projections of more than a gigabyte come in parts: rows of a group, or groups."""
+    eager = General(16, 8, 8, 32).to("cuda", torch.bfloat16)
+    fused = FusedGeneral(eager)
+    msa, pair = tensors("cuda", torch.bfloat16, (groups,), rows, 64, 16, 8)
+    mask = mask_of(groups, rows, 64, device="cuda")
+    with torch.no_grad():
+        result = fused(msa, pair, mask)
+        for group in {0, groups // 2, groups - 1}:
+            for row in (0, rows // 2, rows - 1):
+                one = fused(
+                    msa[group : group + 1, row : row + 1],
+                    pair[group : group + 1],
+                    mask[group : group + 1, row : row + 1],
+                )
+                torch.testing.assert_close(result[group, row], one[0, 0], atol=0.02, rtol=0.02)
