@@ -27,7 +27,7 @@ void run(const AttendProblem& problem, CUstream_st* stream) {
   constexpr int kQueryWarps = kAttendTiles[tile].query_warps;
   constexpr int kQueryTiles = queries_of_warp(width) / 16;
   constexpr bool kOneTile = tile > 0 && width <= 64;  // of keys
-  constexpr int kStages = kOneTile ? 1 : width <= 32 ? 3 : 2;
+  constexpr int kStages = kOneTile ? 1 : 2;
   using Kernel = Attend<mode, width, kRows, kQueryWarps, kQueryTiles, kStages>;
   const Sizes& sizes = problem.sizes;
   AttendParams p;
@@ -38,14 +38,15 @@ void run(const AttendProblem& problem, CUstream_st* stream) {
   const std::int64_t row_blocks = ceil_div(sizes.rows, kRows);
   const std::int64_t query_tiles = ceil_div(sizes.n, Kernel::kQueries);
   const std::int64_t blocks = sizes.groups * row_blocks * sizes.heads * query_tiles;
-  FO_CHECK_RUNTIME(blocks < std::numeric_limits<int>::max() && sizes.n <= kMostPositions, kWhat,
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  FO_CHECK_RUNTIME(blocks < kMost && sizes.all_rows() < kMost && sizes.n <= kMostPositions, kWhat,
                    " must be given less at a time");
   p.rows = static_cast<unsigned>(sizes.rows);
   p.row_blocks = static_cast<unsigned>(row_blocks);
   p.query_tiles = static_cast<unsigned>(query_tiles);
   p.heads = static_cast<unsigned>(sizes.heads);
   p.n = static_cast<int>(sizes.n);
-  p.tiles = static_cast<int>(mask_words(sizes.n));
+  p.tiles = static_cast<unsigned>(mask_words(sizes.n));
   p.blocks = static_cast<int>(bias_blocks(sizes.n));
   p.dim = sizes.dim;
   p.width = sizes.width();

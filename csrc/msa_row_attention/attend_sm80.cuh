@@ -30,8 +30,8 @@ struct AttendParams {
   unsigned query_tiles = 0;
   unsigned heads = 0;
   int n = 0;
-  int tiles = 0;   // of keys
-  int blocks = 0;  // of queries, of bias
+  unsigned tiles = 0;  // of keys
+  int blocks = 0;      // of queries, of bias
   int dim = 0;
   int width = 0;             // of all heads
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
@@ -63,13 +63,14 @@ struct Attend {
   static constexpr int kM = query_tiles;  // of 16 queries, of a warp
   static constexpr int kQueries = 16 * kM * query_warps;
   static constexpr int kStages = stage_count;  // 1: for a single tile of keys
+  static_assert(kStages == 1 || kStages == 2);
   static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
   // Of lines of keys and values in shared memory, in bytes.
   static constexpr int kPitch = width == 48 ? 112 : width * 2;
   static constexpr int kPieces = width / 8;  // of 16 bytes
   static constexpr int kSteps = width / 16;
   static constexpr int kTiles = width / 8;  // of results
-  static constexpr int kStep = 32;          // keys at a time
+  static constexpr int kStep = 16;          // keys at a time
   static constexpr float kMinusInfinity = -__builtin_huge_valf();
   // A thread has one piece of a line, of every kKeyStep-th line.
   static constexpr int kPieceRoom = kPieces <= 2 ? 2 : kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : 16;
@@ -94,21 +95,22 @@ struct Attend {
   const AttendParams& p;
   // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
   sm80::SharedAddress lines;
-  unsigned thread;   // not signed: cheaper to divide
-  bool exists;       // whether there is such a row
-  std::int64_t row;  // its first one if not
+  unsigned thread;  // not signed: cheaper to divide
+  bool exists;      // whether there is such a row
+  unsigned row;     // its first one if not
   int head;
   int first_query;
-  // The lane's numbers of the first keys, of the warp's first 16 queries and the next ones.
+  // The lane's numbers of the first keys, of the warp's first 16 queries; those of the next ones
+  // are so much further.
   const uint4* bias;
-  const uint4* next_bias;
+  unsigned bias_line;
 
   __device__ __forceinline__ unsigned lane() const { return thread % 32; }
-  __device__ __forceinline__ unsigned in_row() const { return thread % kRowThreads; }
-  // The warp's first query in the tile.
-  __device__ __forceinline__ int warp_query() const {
-    return thread % kRowThreads / 32 * (16 * kM);
+  __device__ __forceinline__ unsigned in_row() const {
+    return row_count == 1 ? thread : thread % kRowThreads;
   }
+  // The warp's first query in the tile.
+  __device__ __forceinline__ int warp_query() const { return in_row() / 32 * (16 * kM); }
   __device__ __forceinline__ bool is_inside(int column) const {
     return width == p.dim || column < p.dim;
   }
@@ -116,8 +118,9 @@ struct Attend {
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
   static __device__ __forceinline__ void run(const AttendParams& p) {
-    const unsigned thread = sm80::opaque(thread_index());  // else it is read again and again
-    const unsigned slot = thread / kRowThreads;
+    const unsigned index = thread_index();  // by a detour, else it is read again and again
+    const unsigned thread = __shfl_sync(0xffffffff, index, index % 32);
+    const unsigned slot = row_count == 1 ? 0 : thread / kRowThreads;
     unsigned block = blockIdx.x;
     const unsigned tile = block % p.query_tiles;
     block /= p.query_tiles;
@@ -125,15 +128,14 @@ struct Attend {
     block /= p.heads;
     const unsigned group = block / p.row_blocks;
     const unsigned in_group = block % p.row_blocks * row_count + slot;
-    const bool exists = in_group < p.rows;
-    const std::int64_t row = std::int64_t{group} * p.rows + (exists ? in_group : 0);
+    const bool exists = row_count == 1 || in_group < p.rows;
+    const unsigned row = group * p.rows + (exists ? in_group : 0);
     const int first_query = static_cast<int>(tile) * kQueries;
     const int query_block = first_query / kBiasBlock + thread % kRowThreads / 32 * kM;
-    const auto bias_of = [&](int m) {  // queries that do not exist have the last ones'
-      const std::int64_t line =
-          (std::int64_t{group} * p.heads + head) * p.blocks + min(query_block + m, p.blocks - 1);
-      return static_cast<const uint4*>(p.bias) + line * p.tiles * (kTileBlocks * 32) + thread % 32;
-    };
+    // Queries that do not exist have the last ones'.
+    const std::int64_t block_line =
+        (std::int64_t{group} * p.heads + head) * p.blocks + min(query_block, p.blocks - 1);
+    const unsigned bias_line = p.tiles * (kTileBlocks * 32);
     Attend{p,
            static_cast<sm80::SharedAddress>(
                sm80::opaque(sm80::shared_address(shared_memory<Shared>().lines[0][slot]))),
@@ -142,32 +144,32 @@ struct Attend {
            row,
            static_cast<int>(head),
            first_query,
-           bias_of(0),
-           bias_of(1)}
+           static_cast<const uint4*>(p.bias) + block_line * bias_line + thread % 32,
+           query_block + 1 < p.blocks ? bias_line : 0}
         .all();
   }
 
   // Of the projections of the block's head at a position of the row: query, key, value, gate.
   __device__ __forceinline__ const std::uint16_t* projected(int position, int which) const {
-    return p.projected + (row * p.n + position) * (std::int64_t{4} * p.width) + which * p.width +
-           head * p.dim;
+    return p.projected + (std::int64_t{row} * p.n + position) * (std::int64_t{4} * p.width) +
+           which * p.width + head * p.dim;
   }
 
   // Which keys of a tile are there; none of a row that is not.
-  __device__ __forceinline__ std::uint64_t mask_word(int tile) const {
+  __device__ __forceinline__ std::uint64_t mask_word(unsigned tile) const {
     if (!exists || tile >= p.tiles) return 0;
-    if (p.present) return p.present[row * p.tiles + tile];
+    if (p.present) return p.present[std::int64_t{row} * p.tiles + tile];
     return tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
   }
 
   // Asks for the keys and values of a tile; zeros for those that are not there. `key` is the
   // thread's piece of its first key.
-  __device__ __forceinline__ void copy(const std::uint16_t* key, int tile, int stage,
+  __device__ __forceinline__ void copy(const std::uint16_t* key, unsigned tile,
                                        std::uint64_t present) const {
     const int column = static_cast<int>(in_row() % kPieceRoom * 8);
     const unsigned first_key = in_row() / kPieceRoom;
     if (tile < p.tiles && present != 0 && column < width) {
-      const auto to = lines + stage * kStageBytes + piece_at(first_key, column / 8);
+      const auto to = lines + tile % kStages * kStageBytes + piece_at(first_key, column / 8);
       const bool all = present == ~std::uint64_t{0};
       present >>= first_key;
 #pragma unroll
@@ -214,7 +216,7 @@ struct Attend {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       present[i] = mask_word(i);
-      copy(key, i, i, present[i]);
+      copy(key, i, present[i]);
       next_key();
     }
     present[kAhead] = mask_word(kAhead);
@@ -222,24 +224,21 @@ struct Attend {
     is_whole() ? load_queries<true>() : load_queries<false>();
     clear();
     bool any = false;
-    int stage = 0;
-    for (int tile = 0; tile < p.tiles; ++tile) {
+    for (unsigned tile = 0; tile < p.tiles; ++tile) {
       sm80::cp_async_wait<kAhead - 1>();
       __syncthreads();
       if (kStages > 1) {
-        copy(key, tile + kAhead, stage == 0 ? kStages - 1 : stage - 1, present[kAhead]);
+        copy(key, tile + kAhead, present[kAhead]);
         next_key();
       }
       const std::uint64_t here = present[0];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) present[i] = present[i + 1];
       present[kAhead] = mask_word(tile + kAhead + 1);
-      const auto keys = lines + stage * kStageBytes;
+      const auto keys = lines + tile % kStages * kStageBytes;
       const auto load_next_bias = [&](int step) {
         if (step == kKeys / kStep) {  // of the next tile; of the last one again behind it
-          const int further = tile + 1 < p.tiles ? kTileBlocks * 32 : 0;
-          bias += further;
-          next_bias += further;
+          if (tile + 1 < p.tiles) bias += kTileBlocks * 32;
           step = 0;
         }
         load_bias(step);
@@ -261,7 +260,6 @@ struct Attend {
       } else {
         load_next_bias(kKeys / kStep);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     sm80::cp_async_wait<0>();
     if (!exists) return;
@@ -314,7 +312,7 @@ struct Attend {
     for (int b = 0; b < kStep / kBiasBlock; ++b) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        ahead[step % 2][m][b] = (m == 0 ? bias : next_bias)[(step * (kStep / kBiasBlock) + b) * 32];
+        ahead[step % 2][m][b] = (bias + m * bias_line)[(step * (kStep / kBiasBlock) + b) * 32];
       }
     }
   }
@@ -478,7 +476,7 @@ struct Attend {
       for (int h = 0; h < 2; ++h) {
         const int at = query_at(m, h);
         const float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
-        std::uint16_t* out = p.out + (row * p.n + at) * p.width + head * p.dim;
+        std::uint16_t* out = p.out + (std::int64_t{row} * p.n + at) * p.width + head * p.dim;
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
           const int column = j * 8 + lane() % 4 * 2;
@@ -500,7 +498,7 @@ struct Attend {
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  (width <= 32 ? 384 : 256) / (32 * query_warps * row_count))
+                                  (width <= 32 ? 512 : 256) / (32 * query_warps * row_count))
     attend_kernel(const __grid_constant__ AttendParams params) {
   Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
 }

@@ -20,7 +20,7 @@ constexpr int width_of(int dim) {
 }
 
 // A block's rows, and warps along the queries of each. Four warps: larger blocks, whose rows would
-// share the bias, were slower; three such blocks fit a multiprocessor where heads are narrow. Short
+// share the bias, were slower; four such blocks fit a multiprocessor where heads are narrow. Short
 // rows leave no warp without queries, and have one tile of keys.
 struct AttendTile {
   int rows;
