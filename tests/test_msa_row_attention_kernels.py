@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MSA row attention and triangle attention in the 16-bit types that kernels serve.
+"""MSA row attention and triangle attention in every arithmetic that kernels tell apart.
 
 The bodies are the same on both devices; the CPU takes smaller sizes.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -14,10 +15,22 @@ from test_msa_row_attention import FusedGeneral, General, mask_of
 import fused_ops
 from fused_ops import reference
 
-TYPES = [torch.bfloat16, torch.float16]
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
 PLACES = [("cpu", dtype) for dtype in TYPES]
 PLACES += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TYPES]
 everywhere = pytest.mark.parametrize(("place", "dtype"), PLACES)
+
+
+@contextlib.contextmanager
+def tf32():
+    """Products of fp32 numbers with one TF32 product's error, of the reference too."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def modules(place, dtype, channels, pair_channels, heads, head_dim, **options):
@@ -34,11 +47,14 @@ def tensors(place, dtype, lead, s, n, channels, pair_channels, pair_lead=None):
 
 
 def check(fused, eager, msa, pair, mask, dtype):
-    """The value alone, against float64, by the rule for results."""
+    """The value alone, against float64, by the rule for results; in fp32 also with TF32."""
     with torch.no_grad():
         inputs = [msa.detach(), pair.detach(), mask]
         exact = in_double(eager)(*(as_double(x) for x in inputs[:2]), mask)
         assert_result(fused(*inputs), eager(*inputs), exact, dtype)
+        if dtype == torch.float32 and msa.is_cuda:
+            with tf32():  # rounds to eleven bits, as fp16 has
+                assert_result(fused(*inputs), eager(*inputs), exact, torch.float16)
 
 
 @everywhere
@@ -142,6 +158,8 @@ def test_masks(place, dtype, kind):
 @everywhere
 def test_parameters_of_another_type(place, dtype):
     """Parameters in fp32, activations in 16 bits; and a pair tensor that stayed in fp32."""
+    if dtype == torch.float32:
+        pytest.skip("nothing is of another type")
     eager = General(32, 16, 2, 16).to(place)
     fused = FusedGeneral(eager)
     msa, pair = tensors(place, dtype, (1,), 3, 30, 32, 16)
