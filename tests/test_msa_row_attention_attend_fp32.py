@@ -216,3 +216,12 @@ def test_nan_of_all_bits(mode, which, word):
 def test_any_schedule(seed):
     given = problem(1, 2, 140, 1, 32)
     assert torch.equal(attend(given, seed=seed + 1), attend(given))
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(1, 1), (3, 7), (700, 3), (5, 8), (301, 64)])
+def test_bias_of_a_product(rows, channels):
+    product, bias = torch.randn(rows, channels), torch.randn(channels)
+    program = driver("msa_row_attention_attend_fp32")
+    inputs = {"product": product, "bias": bias}
+    out = program.run("add_bias", inputs, rows=rows, channels=channels)["out"]
+    assert torch.equal(out.view(torch.float32).view(rows, channels), product + bias)

@@ -24,7 +24,7 @@ template <Mode mode, int width, int tile>
 void run_fp32(const AttendProblem& problem, CUstream_st* stream) {
   constexpr int kRows = kAttendFp32Tiles[tile].rows;
   constexpr int kQueryWarps = kAttendFp32Tiles[tile].query_warps;
-  constexpr int kKeysOfTile = tile > 0 || width > 64 ? 32 : 64;
+  constexpr int kKeysOfTile = fp32_keys_of_tile(tile, width);
   constexpr int kStages = tile > 0 ? 1 : width <= 32 ? 3 : 2;
   using Kernel = AttendFp32<mode, width, kRows, kQueryWarps, kKeysOfTile, kStages>;
   static_assert(sizeof(typename Kernel::Shared) <= 99 * 1024);

@@ -45,6 +45,10 @@ constexpr int attend_fp32_tile_of(std::int64_t n) {
   return n > 32 ? 0 : 1;
 }
 
+constexpr int fp32_keys_of_tile(int tile, int width) {
+  return tile > 0 || width > 64 ? 32 : 64;
+}
+
 // Exponents are of 2.
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLowest =

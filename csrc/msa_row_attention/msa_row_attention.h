@@ -157,4 +157,16 @@ struct AttendProblem {
 void attend_sm80(const AttendProblem& problem, CUstream_st* stream);       // 16-bit modes
 void attend_fp32_sm80(const AttendProblem& problem, CUstream_st* stream);  // kTf32, kSplit
 
+// out = product + bias, of (rows, channels) and (channels). For fp32, whose products come from
+// elsewhere and without bias.
+struct AddBiasProblem {
+  std::int64_t rows = 0;
+  int channels = 0;
+  const float* product = nullptr;
+  const float* bias = nullptr;
+  float* out = nullptr;
+};
+
+void add_bias_sm80(const AddBiasProblem& problem, CUstream_st* stream);
+
 }  // namespace fused_ops::msa_row_attention

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of msa_row_attention for fp32 tensors, through its launcher. The mask as words of
+// The kernels of msa_row_attention for fp32 tensors, through their launchers. The mask as words of
 // 64 bits.
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
+#include "msa_row_attention/add_bias_sm80.cu"
 #include "msa_row_attention/attend_fp32_sm80.cu"
 
 namespace {
@@ -26,6 +27,16 @@ const emulation::Kernel attend("attend", [](Request& request) {
   if (request.integer("masked")) p.present = request.input<std::uint64_t>("present");
   p.out = request.output<float>("out", s.positions() * s.width());
   attend_fp32_sm80(p, nullptr);
+});
+
+const emulation::Kernel add_bias("add_bias", [](Request& request) {
+  AddBiasProblem p;
+  p.rows = request.integer("rows");
+  p.channels = static_cast<int>(request.integer("channels"));
+  p.product = request.input<float>("product");
+  p.bias = request.input<float>("bias");
+  p.out = request.output<float>("out", p.rows * p.channels);
+  add_bias_sm80(p, nullptr);
 });
 
 }  // namespace
