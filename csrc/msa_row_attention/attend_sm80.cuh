@@ -10,15 +10,12 @@
 #pragma once
 
 #include "common/cuda/sm80/stored.cuh"
+#include "msa_row_attention/config.h"
 #include "msa_row_attention/msa_row_attention.h"
 
 namespace fused_ops::msa_row_attention {
 
 constexpr int kKeys = 64;  // of a tile: as many as a word of the mask has bits
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLowest =
-    -1e30f;                     // below all finite exponents, and no more is subtracted from -inf
-constexpr float kSlack = 8.0f;  // of an exponent: weights may exceed 1 by so much before all shrink
 
 struct AttendParams {
   const std::uint16_t* projected = nullptr;

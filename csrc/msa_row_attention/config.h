@@ -38,4 +38,21 @@ constexpr int attend_tile_of(std::int64_t n, int width) {
   return width > 64 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
 }
 
+// Likewise for fp32, a warp with 16 queries.
+constexpr AttendTile kAttendFp32Tiles[] = {{1, 4}, {2, 2}};
+
+constexpr int attend_fp32_tile_of(std::int64_t n) {
+  return n > 32 ? 0 : 1;
+}
+
+constexpr int fp32_keys_of_tile(int tile, int width) {
+  return tile > 0 || width > 64 ? 32 : 64;
+}
+
+// Exponents are of 2.
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLowest =
+    -1e30f;                     // below all finite exponents, and no more is subtracted from -inf
+constexpr float kSlack = 8.0f;  // of an exponent: weights may exceed 1 by so much before all shrink
+
 }  // namespace fused_ops::msa_row_attention

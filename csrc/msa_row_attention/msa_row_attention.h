@@ -146,11 +146,27 @@ struct AttendProblem {
   Mode mode = Mode::kBFloat16;
   // (positions(), 4 * width) of type_of(mode): query, key, value, gate of all heads.
   const void* projected = nullptr;
+  // (4 * width), of fp32: added to the gate, the last quarter; zeros for the others. Null: the gate
+  // has it already. Only attend_fp32_sm80 reads it.
+  const float* projection_bias = nullptr;
   const void* bias = nullptr;              // stored times sqrt(dim)
   const std::uint64_t* present = nullptr;  // null: all keys are there
   void* out = nullptr;                     // (positions(), width) of type_of(mode)
 };
 
-void attend_sm80(const AttendProblem& problem, CUstream_st* stream);
+void attend_sm80(const AttendProblem& problem, CUstream_st* stream);       // 16-bit modes
+void attend_fp32_sm80(const AttendProblem& problem, CUstream_st* stream);  // kTf32, kSplit
+
+// out = product + bias, of (rows, channels) and (channels). For fp32, whose products come from
+// elsewhere and without bias.
+struct AddBiasProblem {
+  std::int64_t rows = 0;
+  int channels = 0;
+  const float* product = nullptr;
+  const float* bias = nullptr;
+  float* out = nullptr;
+};
+
+void add_bias_sm80(const AddBiasProblem& problem, CUstream_st* stream);
 
 }  // namespace fused_ops::msa_row_attention

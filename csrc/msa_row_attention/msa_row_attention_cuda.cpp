@@ -17,6 +17,16 @@ void multiply(const Tensor& a, const Tensor& b, const MaybeTensor& bias, const T
   call_overload("aten::linear", "out", a, b, bias, out);
 }
 
+// a * b^T of fp32 numbers, to the precision of the op: ATen's product would be one of FFMAs.
+Tensor multiply_fp32(const Tensor& a, const Tensor& b, Mode mode) {
+  const std::int64_t inner = b.size(1);
+  const Tensor turned = view_of(b, const_cast<void*>(b.const_data_ptr()), {inner, b.size(0)},
+                                {1, inner}, ScalarType::Float);
+  const std::string precision = mode == Mode::kTf32 ? "tf32" : "ieee";
+  return call_operator("fused_ops::tensor_matmul_forward", a, turned, precision,
+                       std::optional<ScalarType>());
+}
+
 template <class T>
 T* offset(T* data, DType type, std::int64_t numbers) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
@@ -37,6 +47,7 @@ struct Forward {
   void run(const Tensor& out) {
     const DType type = type_of(chosen.mode);
     const ScalarType scalar = scalar_type_of(type);
+    const bool is_fp32 = type == DType::kFloat32;
     Sizes part = sizes;
     part.groups = chosen.groups;
     part.rows = chosen.rows;
@@ -57,7 +68,7 @@ struct Forward {
     const std::int64_t at_out_bias = take(channels * size);
     const std::int64_t at_present = take(mask.data ? part.all_rows() * mask_words(sizes.n) * 8 : 0);
     const std::int64_t at_normalised = take(positions * channels * size);
-    const std::int64_t at_projected = take(positions * 4 * width * size);
+    const std::int64_t at_projected = take(is_fp32 ? 0 : positions * 4 * width * size);
     const std::int64_t at_attended = take(positions * width * size);
     const Tensor workspace = empty(out, {end}, ScalarType::Byte);
     auto* memory = static_cast<unsigned char*>(workspace.mutable_data_ptr());
@@ -93,6 +104,9 @@ struct Forward {
     AttendProblem attend;
     attend.mode = chosen.mode;
     attend.projected = memory + at_projected;
+    if (is_fp32) {
+      attend.projection_bias = reinterpret_cast<const float*>(memory + at_projection_bias);
+    }
     attend.present = prepare.present;
     attend.out = memory + at_attended;
 
@@ -116,13 +130,31 @@ struct Forward {
         prepare.projections = prepare.projection_bias = nullptr;
         prepare.out_weight = prepare.out_bias = nullptr;
 
-        multiply(matrix(prepare.normalised, count, channels), projections, projection_bias,
-                 matrix(memory + at_projected, count, 4 * width));
+        const Tensor normalised = matrix(prepare.normalised, count, channels);
+        const Tensor attended = matrix(attend.out, count, width);
+        void* results =
+            offset(out.mutable_data_ptr(), type, (group * sizes.rows + row) * sizes.n * channels);
         attend.bias = memory + at_bias + group * (bias_size(sizes) / sizes.groups) * size;
-        attend_sm80(attend, stream);
-        const std::int64_t first = (group * sizes.rows + row) * sizes.n * channels;
-        multiply(matrix(attend.out, count, width), out_weight, out_bias,
-                 matrix(offset(out.mutable_data_ptr(), type, first), count, channels));
+        if (is_fp32) {
+          {  // its memory is free again before the next product needs some
+            const Tensor projected = multiply_fp32(normalised, projections, chosen.mode);
+            attend.projected = projected.const_data_ptr();
+            attend_fp32_sm80(attend, stream);
+          }
+          const Tensor product = multiply_fp32(attended, out_weight, chosen.mode);
+          AddBiasProblem add;
+          add.rows = count;
+          add.channels = sizes.channels;
+          add.product = static_cast<const float*>(product.const_data_ptr());
+          add.bias = reinterpret_cast<const float*>(memory + at_out_bias);
+          add.out = static_cast<float*>(results);
+          add_bias_sm80(add, stream);
+        } else {
+          multiply(normalised, projections, projection_bias,
+                   matrix(memory + at_projected, count, 4 * width));
+          attend_sm80(attend, stream);
+          multiply(attended, out_weight, out_bias, matrix(results, count, channels));
+        }
       }
     }
   }

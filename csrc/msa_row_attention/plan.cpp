@@ -36,8 +36,8 @@ std::vector<std::string> reasons_against(const Problem& problem) {
   const Sizes& sizes = problem.sizes;
   if (!build_runs_on(problem.device)) reasons.push_back(build_reason(problem.device));
   if (problem.backward) reasons.push_back("there is no kernel for the backward yet");
-  if (problem.result != DType::kBFloat16 && problem.result != DType::kFloat16) {
-    reasons.push_back(std::string("there is no kernel for ") + name(problem.result) + " yet");
+  if (problem.result == DType::kFloat64 || problem.result == DType::kOther) {
+    reasons.push_back(std::string("there is no kernel for ") + name(problem.result));
   }
   if (problem.msa == DType::kFloat64 || problem.msa == DType::kOther) {
     reasons.push_back(std::string("kernels read float32, bfloat16 and float16, got ") +
@@ -55,6 +55,12 @@ std::vector<std::string> reasons_against(const Problem& problem) {
   }
   if (sizes.pair_channels < 1) reasons.push_back("kernels need a pair tensor with channels");
   return reasons;
+}
+
+Mode mode_of(const Problem& problem) {
+  if (problem.result == DType::kBFloat16) return Mode::kBFloat16;
+  if (problem.result == DType::kFloat16) return Mode::kFloat16;
+  return problem.precision == Precision::kTf32 ? Mode::kTf32 : Mode::kSplit;
 }
 
 // Projections of so many bytes exist at a time: enough that a launch never runs out of work, and
@@ -76,13 +82,14 @@ Choice choose(const Problem& problem) {
     choice.plan.reasons = std::move(reasons);
     return choice;
   }
-  choice.mode = problem.result == DType::kFloat16 ? Mode::kFloat16 : Mode::kBFloat16;
+  choice.mode = mode_of(problem);
   if (is_empty) {
     choice.plan.kernel = "none for an empty result";
     return choice;
   }
-  const std::int64_t line =
-      std::int64_t{4} * sizes.width() * 2;  // bytes of a position's projections
+  const bool is_fp32 = type_of(choice.mode) == DType::kFloat32;
+  const std::int64_t size = bytes_of(type_of(choice.mode));
+  const std::int64_t line = 4 * sizes.width() * size;  // bytes of a position's projections
   const std::int64_t of_row = sizes.n * line, of_group = sizes.rows * of_row;
   if (of_group > kProjectedBytes) {
     const std::int64_t most = std::max<std::int64_t>(kProjectedBytes / of_row, 1);
@@ -93,13 +100,23 @@ Choice choose(const Problem& problem) {
     choice.rows = sizes.rows;
   }
   const std::int64_t rows = choice.groups * choice.rows;
-  choice.plan.kernel = "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
-  choice.plan.launches = 3;
+  choice.plan.kernel = is_fp32 ? "prepare_sm80, bias_sm80, tensor_matmul, attend_fp32_sm80, "
+                                 "tensor_matmul, add_bias_sm80"
+                               : "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
+  choice.plan.launches = is_fp32 ? 4 : 3;
   const int head = width_of(sizes.dim);
-  const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n, head)];
-  choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
-  choice.plan.workspace_bytes =
-      bias_size(sizes) * 2 + rows * sizes.n * (line + 2 * sizes.channels + 2 * sizes.width());
+  if (is_fp32) {
+    const int index = attend_fp32_tile_of(sizes.n);
+    const AttendTile& tile = kAttendFp32Tiles[index];
+    choice.plan.tile = {tile.rows, tile.query_warps * 16, fp32_keys_of_tile(index, head)};
+  } else {
+    const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n, head)];
+    choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
+  }
+  // Of fp32, products are tensors of their own, one after the other.
+  const std::int64_t product = is_fp32 ? std::max(line, sizes.channels * size) : line;
+  const std::int64_t of_position = product + (sizes.channels + sizes.width()) * size;
+  choice.plan.workspace_bytes = bias_size(sizes) * size + rows * sizes.n * of_position;
   return choice;
 }
 

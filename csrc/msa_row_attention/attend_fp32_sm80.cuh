@@ -1,0 +1,635 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention along the rows of an MSA for fp32 tensors: softmax(q k^T / sqrt(d) + bias) v, gate.
+//
+// A block takes queries of one row, of short rows those of two. A warp has 16 queries and walks its
+// row's keys through a ring in shared memory, as in attend_sm80.cuh. Products are taken by the
+// tensor cores in TF32: once, or for fp32's accuracy three times with numbers split into hi + lo.
+// Tensor cores cut sums off, so after 16 of the inner axis (of a head, or of keys) a sum is added
+// to another register by an ordinary addition; so is the sum of the weights.
+//
+// The order of an inner axis, and of results, is free: a lane reads 16 bytes of a key, numbers 4t
+// to 4t + 3, for two steps of the product; the weights of keys 2t and 2t + 1 are used where they
+// are; and a lane has neighbouring numbers of the results.
+//
+// An infinite number has no lo, and times a lo that is zero it makes a NaN that PyTorch does not
+// make. So if there is any NaN in the end, the block does all again carefully: NaN among the
+// products of a step is replaced by the product of the numbers themselves, cut off to TF32.
+#pragma once
+
+#include "common/cuda/sm80/stored.cuh"
+#include "msa_row_attention/config.h"
+#include "msa_row_attention/msa_row_attention.h"
+
+namespace fused_ops::msa_row_attention {
+
+struct AttendFp32Params {
+  const float* projected = nullptr;
+  const float* projection_bias = nullptr;
+  const float* bias = nullptr;
+  const std::uint64_t* present = nullptr;
+  float* out = nullptr;
+  unsigned rows = 0;        // of a group
+  unsigned row_blocks = 0;  // of a group
+  unsigned query_tiles = 0;
+  unsigned heads = 0;
+  int n = 0;
+  int tiles = 0;   // of keys
+  int words = 0;   // of a row's mask
+  int blocks = 0;  // of queries, of bias
+  int dim = 0;
+  int width = 0;             // of all heads
+  float logit_scale = 0.0f;  // log2(e) / sqrt(dim), cut off
+  float logit_rest = 0.0f;   // what was; above zero, so that it makes no NaN of -inf
+  float slack_scale = 0.0f;  // 1 / logit_scale
+};
+
+// What the tensor cores take of `bits` in one TF32 product. They cut off 13 bits, to which a third
+// of the last that stays is added before: nearly as good as rounding to nearest, numbers that fit
+// stay as they are, and infinities and NaN too.
+__device__ __forceinline__ std::uint32_t rounded_tf32(float x) {
+  return __float_as_uint(x * (1.0f + 1.0f / 3072.0f));
+}
+
+// `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
+// 16 * `query_warps` queries. kSplit or kTf32.
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+struct AttendFp32 {
+  static constexpr bool kSplit = mode == Mode::kSplit;
+  static constexpr int kRowThreads = 32 * query_warps;
+  static constexpr int kThreads = kRowThreads * row_count;
+  static constexpr int kQueries = 16 * query_warps;
+  static constexpr int kKeys = keys_of_tile;
+  static constexpr int kStages = stage_count;  // 1: for a single tile of keys
+  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+  static constexpr int kStep = 16;  // keys at a time
+  static constexpr int kSteps = kKeys / kStep;
+  static constexpr int kBlocks = kStep / 16;
+  static constexpr int kPieces = width / 4;  // of 16 bytes
+  static constexpr int kInner = width / 16;  // pairs of steps along a head
+  // Results of so many tiles of 8 are neighbours, and their values are read at once.
+  static constexpr int kVector = width % 32 == 0 ? 4 : 2;
+  static constexpr int kGroups = width / (8 * kVector);
+  static constexpr bool kSwizzled = kVector == 4;
+  // In registers; those of wide heads, too many, are read again each time, from the first-level
+  // cache.
+  static constexpr bool kKeepsQueries = width <= 64;
+  // Of lines of keys and values in shared memory, in bytes.
+  static constexpr int kPitch = kSwizzled ? width * 4 : width * 4 + 16;
+  // A thread has one piece of a line, of every kKeyStep-th line.
+  static constexpr int kPieceRoom = kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;
+  static constexpr int kKeyStep = kRowThreads / kPieceRoom;
+  static constexpr int kTileBytes = kKeys * kPitch;  // of a row's keys, or of its values
+  static constexpr int kStageBytes = row_count * 2 * kTileBytes;
+  static constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+  struct alignas(1024) Shared {
+    unsigned char lines[kStages][row_count][2][kTileBytes];  // keys, values
+  };
+
+  using Logits = float[2 * kBlocks][4];
+  struct Query {
+    std::uint32_t high[2][4], low[2][4];
+  };
+
+  const AttendFp32Params& p;
+  unsigned char* lines;  // of the row's keys in the first stage
+  int thread;
+  bool exists;       // whether there is such a row
+  std::int64_t row;  // its first one if not
+  int head;
+  int first_query;    // of the warp
+  const float* bias;  // the lane's numbers of the next keys
+  // Outside of `all()` nothing is kept from one round to the next but these.
+  Query query[kKeepsQueries ? kInner : 1];  // of 16 numbers of a head each
+  float ahead[kBlocks][8];                  // bias of the next step
+  float total[kGroups * kVector][4];
+  float sums[2];   // of the weights that this lane has
+  float shift[2];  // what is subtracted from each of the thread's queries' exponents
+  float limit[2];  // the logit from which on it is too little
+  int careful = 0;
+
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int g() const { return thread / 4 % 8; }
+  __device__ __forceinline__ int t() const { return thread % 4; }
+  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  __device__ __forceinline__ bool is_inside(int column) const {
+    return width == p.dim || column < p.dim;
+  }
+  __device__ __forceinline__ int query_at(int h) const { return first_query + h * 8 + g(); }
+
+  // Where a piece of a line is. Lanes read the same piece of every other line, or neighbours of two
+  // lines, of 8: these lie in different banks, as long as there is no padding.
+  static __device__ __forceinline__ int piece_at(int key, int piece) {
+    if (kSwizzled) piece ^= (key & 6) ^ (key & 1) << 2;
+    return key * kPitch + piece * 16;
+  }
+
+  // The queries of a row and head follow each other, then the heads: they share keys and values,
+  // and the lines these stand in.
+  static __device__ __forceinline__ void run(const AttendFp32Params& p) {
+    const int thread = sm80::opaque(thread_index());
+    const int slot = thread / kRowThreads;
+    unsigned block = blockIdx.x;
+    const unsigned tile = block % p.query_tiles;
+    block /= p.query_tiles;
+    const unsigned head = block % p.heads;
+    block /= p.heads;
+    const unsigned group = block / p.row_blocks;
+    const unsigned in_group = block % p.row_blocks * row_count + slot;
+    const bool exists = in_group < p.rows;
+    const std::int64_t row = std::int64_t{group} * p.rows + (exists ? in_group : 0);
+    const int query = static_cast<int>(tile) * kQueries + thread % kRowThreads / 32 * 16;
+    // Queries that do not exist have the last ones'.
+    const std::int64_t line =
+        (std::int64_t{group} * p.heads + head) * p.blocks + min(query / kBiasBlock, p.blocks - 1);
+    AttendFp32{p,      shared_memory<Shared>().lines[0][slot][0],
+               thread, exists,
+               row,    static_cast<int>(head),
+               query,  p.bias + line * p.words * (4 * kBiasNumbers) + thread % 32 * 8}
+        .all();
+  }
+
+  // Of the projections of the block's head at a position of the row: query, key, value, gate.
+  __device__ __forceinline__ const float* projected(int position, int which) const {
+    return p.projected + (row * p.n + position) * (std::int64_t{4} * p.width) + which * p.width +
+           head * p.dim;
+  }
+
+  // Which keys of a tile are there; none of a row that is not.
+  __device__ __forceinline__ std::uint64_t mask_word(int tile) const {
+    if (!exists || tile >= p.tiles) return 0;
+    constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kKeys);
+    if (p.present) {
+      constexpr int kOfWord = 64 / kKeys;
+      return p.present[row * p.words + tile / kOfWord] >> (tile % kOfWord * kKeys) & kAll;
+    }
+    const int left = p.n - tile * kKeys;
+    return left >= kKeys ? kAll : ~(~std::uint64_t{0} << left);
+  }
+
+  // Asks for the thread's pieces of a tile's keys and values; `key` is of its first key. Keys that
+  // are not there become zeros, so that no NaN of theirs gets anywhere.
+  __device__ __forceinline__ void copy(const float* key, int tile, int stage,
+                                       std::uint64_t present) const {
+    const int piece = in_row() % kPieceRoom, first_key = in_row() / kPieceRoom;
+    if (tile < p.tiles && present != 0 && piece < kPieces) {
+      unsigned char* to = lines + stage * kStageBytes;
+      present >>= first_key;
+#pragma unroll
+      for (int i = 0; i < kKeys / kKeyStep; ++i) {
+        const int at = piece_at(first_key + i * kKeyStep, piece);
+        const bool here = present >> (i * kKeyStep) & 1;
+        const int bytes = here && is_inside(piece * 4) ? 16 : 0;
+        sm80::cp_async_16(to + at, key, bytes);
+        sm80::cp_async_16(to + kTileBytes + at, key + p.width, bytes);
+        key += std::int64_t{4 * kKeyStep} * p.width;
+      }
+    }
+    sm80::cp_async_commit();
+  }
+
+  // hi, the number to the nearest of TF32, and what is left. A NaN stays one, in one of both.
+  static __device__ __forceinline__ void split(float x, std::uint32_t& high, std::uint32_t& low) {
+    if (kSplit) {
+      high = (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
+      low = __float_as_uint(x - __uint_as_float(high));
+    } else {
+      high = rounded_tf32(x);
+      low = 0;
+    }
+  }
+
+  // sum += a * b of a step, the small terms first.
+  static __device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
+                                                  const std::uint32_t (&a_low)[4],
+                                                  const std::uint32_t (&b)[2],
+                                                  const std::uint32_t (&b_low)[2]) {
+    if (kSplit) {
+      sm80::mma_tf32(sum, a_low, b);
+      sm80::mma_tf32(sum, a, b_low);
+    }
+    sm80::mma_tf32(sum, a, b);
+  }
+
+  __device__ __forceinline__ void all() {
+    if (kKeepsQueries) {
+#pragma unroll
+      for (int s = 0; s < kInner; ++s) query[kKeepsQueries ? s : 0] = split_query(s);
+    }
+    bool any = false;
+#pragma unroll 1
+    for (bool again = true; again;) {
+      any = walk();
+      // The barrier also stands between the last reading of shared memory and the next writing.
+      again = kSplit && careful == 0 && __syncthreads_or(exists && has_nan());
+      careful = sm80::opaque(1);
+    }
+    if (exists) store(any);
+  }
+
+  __device__ __forceinline__ bool has_nan() const {
+    bool bad = false;
+#pragma unroll
+    for (int j = 0; j < kGroups * kVector; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) bad |= total[j][e] != total[j][e];
+    }
+    return bad;
+  }
+
+  // All keys. Whether there is any.
+  __device__ __forceinline__ bool walk() {
+    const float* key = projected(in_row() / kPieceRoom, 1) + in_row() % kPieceRoom * 4;
+    const auto next_key = [&] { key += std::int64_t{4 * kKeys} * p.width; };
+    std::uint64_t present[kAhead + 1];  // of this tile and the next ones
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      present[i] = mask_word(i);
+      copy(key, i, i, present[i]);
+      next_key();
+    }
+    present[kAhead] = mask_word(kAhead);
+    load_bias();
+    clear();
+    bool any = false;
+    int stage = 0;
+    for (int tile = 0; tile < p.tiles; ++tile) {
+      sm80::cp_async_wait<kAhead - 1>();
+      __syncthreads();
+      if (kStages > 1) {
+        copy(key, tile + kAhead, stage == 0 ? kStages - 1 : stage - 1, present[kAhead]);
+        next_key();
+      }
+      std::uint64_t here = present[0];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) present[i] = present[i + 1];
+      present[kAhead] = mask_word(tile + kAhead + 1);
+      any |= here != 0;
+      const unsigned char* keys = lines + stage * kStageBytes;
+#pragma unroll 1
+      for (int i = 0; i < kSteps; ++i) {
+        constexpr std::uint32_t kAll = ~std::uint32_t{0} >> (32 - kStep);
+        const std::uint32_t some = static_cast<std::uint32_t>(here) & kAll;
+        here >>= kStep;
+        const bool is_last = tile + 1 == p.tiles && i + 1 == kSteps;  // reads its own again
+        bias += is_last ? 0 : kBlocks * kBiasNumbers;
+        if (some != 0) {
+          step(keys, some, some != kAll);
+        } else {
+          load_bias();
+        }
+        keys += kStep * kPitch;
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    sm80::cp_async_wait<0>();
+    bias -= std::int64_t{p.tiles * kSteps - 1} * (kBlocks * kBiasNumbers);  // back at the first
+    return any;
+  }
+
+  __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t present,
+                                       bool some_absent) {
+    Logits logits;
+    multiply_keys(logits, keys);
+    if (kSplit && careful != 0) repair_logits(logits, keys);
+#pragma unroll
+    for (int j = 0; j < 2 * kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) logits[j][e] += ahead[j / 2][j % 2 * 4 + e];
+    }
+    load_bias();
+    if (some_absent) remove_absent(logits, present);
+    follow_largest(logits);
+    weigh(logits);
+    if (kSplit && careful != 0) {
+      add_values<true>(logits, keys + kTileBytes);
+    } else {
+      add_values<false>(logits, keys + kTileBytes);
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < kGroups * kVector; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[j][e] = 0.0f;
+    }
+    sums[0] = sums[1] = 0.0f;
+    shift[0] = shift[1] = limit[0] = limit[1] = kLowest;
+  }
+
+  // Four numbers of a position; zeros where there is no such position or number.
+  __device__ __forceinline__ float4 load_four(int position, int which, int column) const {
+    if (position >= p.n || !is_inside(column)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return *reinterpret_cast<const float4*>(projected(position, which) + column);
+  }
+
+  // Numbers 16s to 16s + 15 of the queries' heads, as operands of two steps.
+  __device__ __forceinline__ void load_query(int s, float (&numbers)[2][4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 four = load_four(query_at(h), 0, s * 16 + t() * 4);
+      numbers[0][h] = four.x;
+      numbers[0][2 + h] = four.y;
+      numbers[1][h] = four.z;
+      numbers[1][2 + h] = four.w;
+    }
+  }
+
+  __device__ __forceinline__ Query split_query(int s) const {
+    float numbers[2][4];
+    load_query(s, numbers);
+    Query query;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) split(numbers[i][e], query.high[i][e], query.low[i][e]);
+    }
+    return query;
+  }
+
+  // Of the keys of a step, from global memory: no other warp of the row needs it.
+  __device__ __forceinline__ void load_bias() {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = *reinterpret_cast<const float4*>(bias + b * kBiasNumbers + i * 4);
+        ahead[b][i * 4] = four.x;
+        ahead[b][i * 4 + 1] = four.y;
+        ahead[b][i * 4 + 2] = four.z;
+        ahead[b][i * 4 + 3] = four.w;
+      }
+    }
+  }
+
+  // The lane's numbers of a pair of steps along the head, of eight keys.
+  __device__ __forceinline__ void load_key(const unsigned char* keys, int j, int s,
+                                           float (&numbers)[4]) const {
+    // Lines 8 apart have their pieces in the same order, which pieces 4s change by one bit.
+    const int first = piece_at(g(), t());
+    const int at = kSwizzled ? (first ^ (s % 2 * 64)) + s / 2 * 128 : first + s * 64;
+    const float4 four = *reinterpret_cast<const float4*>(keys + j * 8 * kPitch + at);
+    numbers[0] = four.x;
+    numbers[1] = four.y;
+    numbers[2] = four.z;
+    numbers[3] = four.w;
+  }
+
+  __device__ __forceinline__ void multiply_keys(Logits& logits, const unsigned char* keys) const {
+#pragma unroll
+    for (int s = 0; s < kInner; ++s) {
+      const Query left = kKeepsQueries ? query[s] : split_query(s);
+#pragma unroll
+      for (int j = 0; j < 2 * kBlocks; ++j) {
+        float numbers[4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        load_key(keys, j, s, numbers);
+        std::uint32_t high[2][2], low[2][2];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) split(numbers[c], high[c / 2][c % 2], low[c / 2][c % 2]);
+        if (kSplit) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            sm80::mma_tf32(sum, left.low[i], high[i]);
+            sm80::mma_tf32(sum, left.high[i], low[i]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sm80::mma_tf32(sum, left.high[i], high[i]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) logits[j][e] = s == 0 ? sum[e] : logits[j][e] + sum[e];
+      }
+      __syncwarp();  // else the compiler reads far ahead, and spills
+    }
+  }
+
+  __device__ __forceinline__ void repair_logits(Logits& logits, const unsigned char* keys) const {
+    float sum[2 * kBlocks][4] = {};
+#pragma unroll 1
+    for (int s = 0; s < kInner; ++s) {
+      float queries[2][4];
+      load_query(s, queries);
+#pragma unroll
+      for (int j = 0; j < 2 * kBlocks; ++j) {
+        float numbers[4];
+        load_key(keys, j, s, numbers);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const std::uint32_t right[2] = {__float_as_uint(numbers[2 * i]),
+                                          __float_as_uint(numbers[2 * i + 1])};
+          std::uint32_t left[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) left[e] = __float_as_uint(queries[i][e]);
+          sm80::mma_tf32(sum[j], left, right);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * kBlocks; ++j) replace_nan(logits[j], sum[j]);
+  }
+
+  static __device__ __forceinline__ void replace_nan(float (&numbers)[4], const float (&by)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (numbers[e] != numbers[e]) numbers[e] = by[e];
+    }
+  }
+
+  __device__ __forceinline__ void remove_absent(Logits& logits, std::uint32_t present) const {
+    const std::uint32_t mine = present >> (2 * t());
+#pragma unroll
+    for (int j = 0; j < 2 * kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!(mine >> (8 * j + e % 2) & 1)) logits[j][e] = kMinusInfinity;
+      }
+    }
+  }
+
+  // Subtracts another number from now on where logits have outgrown the one before.
+  __device__ __forceinline__ void follow_largest(const Logits& logits) {
+    float most[2];
+    bool outgrown = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
+#pragma unroll
+      for (int j = 1; j < 2 * kBlocks; ++j) {
+        x = fmaxf(x, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+      }
+      most[h] = x;
+      outgrown |= x > limit[h];
+    }
+    if (__ballot_sync(0xffffffff, outgrown) == 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = most[h] * p.logit_scale;
+      x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+      x = fmaxf(x, shift[h]);
+      const float factor = sm80::exp2_approx(shift[h] - x);
+      shift[h] = x;
+      limit[h] = (x + kSlack) * p.slack_scale;
+      sums[h] *= factor;
+#pragma unroll
+      for (int j = 0; j < kGroups * kVector; ++j) {
+        total[j][2 * h] *= factor;
+        total[j][2 * h + 1] *= factor;
+      }
+    }
+  }
+
+  // From logits to weights.
+  __device__ __forceinline__ void weigh(Logits& logits) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 2 * kBlocks; ++j) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; ++e) {
+          float& x = logits[j][e];
+          const float least = fmaf(x, p.logit_scale, -shift[h]);
+          x = sm80::exp2_approx(kSplit ? fmaf(x, p.logit_rest, least) : least);
+          sum += x;
+        }
+      }
+      sums[h] += sum;
+    }
+  }
+
+  // The weights times the values, 16 keys at a time.
+  template <bool repairs>
+  __device__ __forceinline__ void add_values(const Logits& weights, const unsigned char* values) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      std::uint32_t left[2][4], left_low[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {  // (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
+          split(weights[2 * b + i][e % 2 * 2 + e / 2], left[i][e], left_low[i][e]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        float numbers[2][2][kVector];
+        load_values(values + b * 16 * kPitch, j, numbers);
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) {
+          float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          std::uint32_t high[2][2], low[2][2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) split(numbers[i][k][c], high[i][k], low[i][k]);
+          }
+          float other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          multiply(sum, left[0], left_low[0], high[0], low[0]);
+          multiply(kSplit ? other : sum, left[1], left_low[1], high[1], low[1]);
+          if (repairs) {
+            repair_values(sum, weights[2 * b], weights[2 * b + 1], values + b * 16 * kPitch, j, c);
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (kSplit) sum[e] += other[e];
+            total[j * kVector + c][e] += sum[e];
+          }
+          if (repairs) __syncwarp();
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Of 16 keys the lane's: [eight][of a pair of keys], neighbouring columns of group j.
+  __device__ __forceinline__ void load_values(const unsigned char* values, int j,
+                                              float (&numbers)[2][2][kVector]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int key = i * 8 + 2 * t() + k;
+        if constexpr (kSwizzled) {
+          const float4 four =
+              *reinterpret_cast<const float4*>(values + piece_at(key, g()) + j * 128);
+          numbers[i][k][0] = four.x;
+          numbers[i][k][1] = four.y;
+          numbers[i][k][2] = four.z;
+          numbers[i][k][3] = four.w;
+        } else {
+          const float2 two =
+              *reinterpret_cast<const float2*>(values + key * kPitch + j * 64 + g() * 8);
+          numbers[i][k][0] = two.x;
+          numbers[i][k][1] = two.y;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void repair_values(float (&sum)[4], const float (&first)[4],
+                                                const float (&second)[4],
+                                                const unsigned char* values, int j, int c) const {
+    float plain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float numbers[2][2][kVector];
+    __syncwarp();  // else the compiler keeps what was read before
+    load_values(values, j, numbers);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float (&four)[4] = i == 0 ? first : second;
+      const std::uint32_t left[4] = {__float_as_uint(four[0]), __float_as_uint(four[2]),
+                                     __float_as_uint(four[1]), __float_as_uint(four[3])};
+      const std::uint32_t right[2] = {__float_as_uint(numbers[i][0][c]),
+                                      __float_as_uint(numbers[i][1][c])};
+      sm80::mma_tf32(plain, left, right);
+    }
+    replace_nan(sum, plain);
+  }
+
+  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
+  __device__ __forceinline__ void store(bool any) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 1);
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 2);
+      const float inverse = 1.0f / sums[h];
+      const int at = query_at(h);
+      float* out = p.out + (row * p.n + at) * p.width + head * p.dim;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2 * kVector; c += 4) {
+          const int column = j * (8 * kVector) + t() * (2 * kVector) + c;
+          if (at >= p.n || !is_inside(column)) continue;
+          const float4 four = load_four(at, 3, column);
+          float gates[4] = {four.x, four.y, four.z, four.w};
+          if (p.projection_bias) {
+            const float4 more = *reinterpret_cast<const float4*>(p.projection_bias + 3 * p.width +
+                                                                 head * p.dim + column);
+            gates[0] += more.x;
+            gates[1] += more.y;
+            gates[2] += more.z;
+            gates[3] += more.w;
+          }
+          float numbers[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = c + e;
+            const float mean = total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
+            numbers[e] = any ? mean * (1.0f / (1.0f + expf(-gates[e]))) : 0.0f;
+          }
+          *reinterpret_cast<float4*>(out + column) =
+              make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
+        }
+      }
+    }
+  }
+};
+
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+__global__ void __launch_bounds__(32 * query_warps * row_count, width <= 32 ? 3 : 2)
+    attend_fp32_kernel(const __grid_constant__ AttendFp32Params params) {
+  AttendFp32<mode, width, row_count, query_warps, keys_of_tile, stage_count>::run(params);
+}
+
+}  // namespace fused_ops::msa_row_attention
