@@ -50,6 +50,9 @@ ATTENTIONS = (
     (3, 77, 120, 132, 2, torch.bfloat16),
     (2, 70, 128, 24, 1, torch.bfloat16),
     (3, 33, 65, 33, 13, torch.bfloat16),
+    (3, 17, 24, 7, 3, torch.float32),
+    (2, 70, 80, 40, 2, torch.float32),
+    (2, 40, 128, 24, 1, torch.float32),
 )
 
 
@@ -127,7 +130,7 @@ def run_attention(
     mask[..., 0] = True
     mask[0, 0, n // 2 :] = False
     triangle = fused_ops.TriangleAttention(pair_channels, 1, direction="ending").to(dtype)
-    near = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     with torch.no_grad():
         for given, inputs in (
             (module, (msa, pair, mask)),
