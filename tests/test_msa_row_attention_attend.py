@@ -62,7 +62,6 @@ def reference(projected, bias, mask):
     weights = torch.softmax(logits, -1)
     if mask is not None:
         weights = weights.masked_fill(~mask.any(-1)[:, :, None, None, None], 0.0)
-        v = v.masked_fill(~mask[..., None, None], 0.0)
     return torch.einsum("grhij,grjhd->grihd", weights, v) * gate.sigmoid()
 
 
@@ -169,19 +168,28 @@ def test_infinite_bias_of_some_keys():
 
 
 def test_nan_of_absent_keys_reaches_nothing():
-    given = problem(1, 2, 70, 1, 32, torch.bfloat16)
-    projected, bias, mask = given
+    projected, bias, mask = problem(1, 2, 70, 1, 32, torch.bfloat16)
+    mask[..., 3] = False
     absent = ~mask
     changed = projected.clone()
-    changed[:, :, :, 1:3][absent[..., None, None, None].expand_as(changed[:, :, :, 1:3])] = math.nan
-    column = absent[0].all(0)
-    column[3] = True
-    mask[..., 3] = False
+    changed[:, :, :, 1][absent[..., None, None].expand_as(changed[:, :, :, 1])] = math.nan
     expected = attend(projected, bias, mask, 1)
-    changed[:, :, 3, 1:3] = math.nan
     bias = bias.clone()
-    bias[..., column] = math.nan
+    bias[..., absent[0].all(0)] = math.nan
     assert torch.equal(attend(changed, bias, mask, 1), expected)
+
+
+@pytest.mark.parametrize("at", [3, 66, 100])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_values_of_absent_keys_reach_what_they_reach_in_pytorch(at, bad):
+    """NaN and infinity times a weight of zero are NaN; in tiles without any key, too."""
+    projected, bias, mask = problem(1, 3, 130, 1, 32, torch.bfloat16)
+    mask[..., 64:128] = False
+    mask[..., at] = False
+    projected[0, 1, at, 2, 0, 5] = bad
+    out = attend(projected, bias, mask, 1)
+    assert torch.equal(out.isnan(), reference(projected, bias, mask).isnan())
+    assert out.isnan().any()
 
 
 @pytest.mark.parametrize("where", ["query", "key", "bias"])

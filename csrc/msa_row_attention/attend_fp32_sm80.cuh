@@ -168,20 +168,22 @@ struct AttendFp32 {
   }
 
   // Asks for the thread's pieces of a tile's keys and values; `key` is of its first key. Keys that
-  // are not there become zeros, so that no NaN of theirs gets anywhere.
+  // are not there become zeros; values are what they are, for NaN times a weight of zero is NaN in
+  // PyTorch too.
   __device__ __forceinline__ void copy(const float* key, int tile, int stage,
                                        std::uint64_t present) const {
     const int piece = in_row() % kPieceRoom, first_key = in_row() / kPieceRoom;
-    if (tile < p.tiles && present != 0 && piece < kPieces) {
+    if (tile < p.tiles && piece < kPieces) {
       unsigned char* to = lines + stage * kStageBytes;
       present >>= first_key;
+      const int left = p.n - tile * kKeys - first_key;
 #pragma unroll
       for (int i = 0; i < kKeys / kKeyStep; ++i) {
         const int at = piece_at(first_key + i * kKeyStep, piece);
-        const bool here = present >> (i * kKeyStep) & 1;
-        const int bytes = here && is_inside(piece * 4) ? 16 : 0;
-        sm80::cp_async_16(to + at, key, bytes);
-        sm80::cp_async_16(to + kTileBytes + at, key + p.width, bytes);
+        const bool here = present >> (i * kKeyStep) & 1, exists_at_all = i * kKeyStep < left;
+        sm80::cp_async_16(to + at, key, here && is_inside(piece * 4) ? 16 : 0);
+        sm80::cp_async_16(to + kTileBytes + at, key + p.width,
+                          exists_at_all && is_inside(piece * 4) ? 16 : 0);
         key += std::int64_t{4 * kKeyStep} * p.width;
       }
     }
@@ -277,6 +279,8 @@ struct AttendFp32 {
           step(keys, some, some != kAll);
         } else {
           load_bias();
+          const Logits zeros = {};  // for NaN among the values
+          add_values<false>(zeros, keys + kTileBytes);
         }
         keys += kStep * kPitch;
       }

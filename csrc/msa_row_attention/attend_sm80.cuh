@@ -159,24 +159,27 @@ struct Attend {
     return tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
   }
 
-  // Asks for the keys and values of a tile; zeros for those that are not there. `key` is the
-  // thread's piece of its first key.
+  // Asks for the keys and values of a tile. Zeros for keys that are not there; but values are what
+  // they are, for NaN times a weight of zero is NaN in PyTorch too. `key` is the thread's piece of
+  // its first key.
   __device__ __forceinline__ void copy(const std::uint16_t* key, unsigned tile,
                                        std::uint64_t present) const {
     const int column = static_cast<int>(in_row() % kPieceRoom * 8);
     const unsigned first_key = in_row() / kPieceRoom;
-    if (tile < p.tiles && present != 0 && column < width) {
+    if (tile < p.tiles && column < width) {
       const auto to = lines + tile % kStages * kStageBytes + piece_at(first_key, column / 8);
       const bool all = present == ~std::uint64_t{0};
       present >>= first_key;
+      const int left = p.n - static_cast<int>(tile * kKeys + first_key);
 #pragma unroll
       for (int i = 0; i < kKeys / kKeyStep; ++i) {
         // Lines kKeyStep apart have their pieces in the same order.
         const auto line = to + i * kKeyStep * kPitch;
         const bool here = all || (present >> (i * kKeyStep) & 1);
-        const int bytes = here && is_inside(column) ? 16 : 0;
-        sm80::cp_async_16(line, key, bytes);
-        sm80::cp_async_16(line + kTileBytes, key + p.width, bytes);
+        const bool exists_at_all = all || i * kKeyStep < left;
+        sm80::cp_async_16(line, key, here && is_inside(column) ? 16 : 0);
+        sm80::cp_async_16(line + kTileBytes, key + p.width,
+                          exists_at_all && is_inside(column) ? 16 : 0);
         key += 4 * kKeyStep * p.width;
       }
     }
@@ -256,6 +259,7 @@ struct Attend {
         }
       } else {
         load_next_bias(kKeys / kStep);
+        add_nothing(keys + kTileBytes);
       }
     }
     sm80::cp_async_wait<0>();
@@ -447,6 +451,27 @@ struct Attend {
         for (int m = 0; m < kM; ++m) {
           multiply_16<mode>(total[m][j], weights[m], left);
           multiply_16<mode>(total[m][j + 1], weights[m], right);
+        }
+      }
+    }
+  }
+
+  // The values of a tile times weights of zero, for NaN among them.
+  __device__ __forceinline__ void add_nothing(sm80::SharedAddress values) {
+    const std::uint32_t zeros[4] = {};
+    const unsigned l = lane();
+    values += piece_at(l % 16, l / 16);
+#pragma unroll 1
+    for (int b = 0; b < kKeys / 16; ++b) {
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        std::uint32_t four[4];
+        sm80::ldmatrix_x4_trans(four, further(values, j) + b * 16 * kPitch);
+        const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          multiply_16<mode>(total[m][j], zeros, left);
+          multiply_16<mode>(total[m][j + 1], zeros, right);
         }
       }
     }
