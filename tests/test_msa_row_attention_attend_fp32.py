@@ -78,15 +78,14 @@ def test_any_length(n):
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 48, 56, 64, 72, 128])
-@pytest.mark.parametrize("n", [20, 70])
-def test_any_width(dim, n):
-    check(problem(1, 2, n, 1, dim))
+def test_any_width(dim):
+    check(problem(1, 2, 20, 1, dim))
+    check(problem(1, 1, 70, 1, dim))
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("n", [20, 66])
+@pytest.mark.parametrize(("rows", "n"), [(1, 20), (5, 20), (2, 66)])
 def test_rows_of_several_groups(rows, n):
-    check(problem(3, rows, n, 3, 16))
+    check(problem(3, rows, n, 2, 16))
 
 
 @pytest.mark.parametrize("n", [31, 130])
@@ -105,7 +104,7 @@ def test_bias_of_the_gate():
 
 @pytest.mark.parametrize("dim", [32, 128])
 def test_whole_tiles_without_keys(dim):
-    given = problem(1, 4, 270, 1, dim)
+    given = problem(1, 4, 210, 1, dim)
     mask = given[2]
     mask[0, 0, 64:] = False  # all but the first tile
     mask[0, 1, :192] = False  # all but the last
@@ -124,7 +123,7 @@ def test_row_without_any_key_is_zero(n):
 
 
 @pytest.mark.parametrize("kind", ["normal", "positive values", "all positive", "large"])
-@pytest.mark.parametrize(("n", "dim"), [(700, 32), (200, 64), (200, 128)])
+@pytest.mark.parametrize(("n", "dim"), [(700, 32), (130, 64), (130, 128)])
 def test_accuracy_of_fp32(kind, n, dim):
     given = problem(1, 1, n, 1, dim, masked=False)
     if kind == "positive values":
@@ -182,16 +181,18 @@ def test_nan_of_absent_keys_reaches_nothing():
 # Numbers that TF32 has exactly leave no lo.
 @pytest.mark.parametrize("where", ["query", "key", "value", "gate", "bias"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("exact", [False, True])
-def test_nan_and_inf_reach_the_same_places(where, bad, exact):
-    projected, bias, mask = problem(1, 2, 70, 1, 32)
+@pytest.mark.parametrize(("exact", "dim"), [(False, 32), (True, 32), (True, 48)])
+def test_nan_and_inf_reach_the_same_places(where, bad, exact, dim):
+    projected, bias, mask = problem(1, 2, 70, 1, dim)
     mask[0, 0] = True
     if exact:
         projected = projected.bfloat16().float()
     if where == "bias":
         bias[0, 0, 3, 66] = bad
     else:
-        projected[0, 0, 5, ["query", "key", "value", "gate"].index(where), 0, 0] = bad
+        which = ["query", "key", "value", "gate"].index(where)
+        for position, column in ((5, 0), (27, 13), (64, 30)):
+            projected[0, 0, position, which, 0, column] = bad
     given = projected, bias, mask
     out, expected = attend(given), reference(given)
     assert torch.equal(out.isnan(), expected.isnan())

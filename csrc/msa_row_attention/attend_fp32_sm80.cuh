@@ -4,8 +4,9 @@
 // A block takes queries of one row, of short rows those of two. A warp has 16 queries and walks its
 // row's keys through a ring in shared memory, as in attend_sm80.cuh. Products are taken by the
 // tensor cores in TF32: once, or for fp32's accuracy three times with numbers split into hi + lo.
-// Tensor cores cut sums off, so after 16 of the inner axis (of a head, or of keys) a sum is added
-// to another register by an ordinary addition; so is the sum of the weights.
+// Tensor cores cut sums off, so after 16 numbers of a head, or 8 keys (of which all terms may have
+// one sign), a sum is added to another register by an ordinary addition; the sum of the weights
+// too.
 //
 // The order of an inner axis, and of results, is free: a lane reads 16 bytes of a key, numbers 4t
 // to 4t + 3, for two steps of the product; the weights of keys 2t and 2t + 1 are used where they
@@ -16,7 +17,8 @@
 // products of a step is replaced by the product of the numbers themselves, cut off to TF32.
 #pragma once
 
-#include "common/cuda/sm80/stored.cuh"
+#include "common/cuda/sm80/instructions.cuh"
+#include "msa_row_attention/attend_fp32_operands.cuh"
 #include "msa_row_attention/config.h"
 #include "msa_row_attention/msa_row_attention.h"
 
@@ -43,18 +45,15 @@ struct AttendFp32Params {
   float slack_scale = 0.0f;  // 1 / logit_scale
 };
 
-// What the tensor cores take of `bits` in one TF32 product. They cut off 13 bits, to which a third
-// of the last that stays is added before: nearly as good as rounding to nearest, numbers that fit
-// stay as they are, and infinities and NaN too.
-__device__ __forceinline__ std::uint32_t rounded_tf32(float x) {
-  return __float_as_uint(x * (1.0f + 1.0f / 3072.0f));
-}
-
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
 // 16 * `query_warps` queries. kSplit or kTf32.
 template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
 struct AttendFp32 {
-  static constexpr bool kSplit = mode == Mode::kSplit;
+  using Operands = Fp32Operands<mode, width>;
+  static constexpr bool kSplit = Operands::kSplit;
+  static constexpr int kPitch = Operands::kPitch;
+  static constexpr int kVector = Operands::kVector;
+  static constexpr int kGroups = Operands::kGroups;
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
   static constexpr int kQueries = 16 * query_warps;
@@ -66,15 +65,9 @@ struct AttendFp32 {
   static constexpr int kBlocks = kStep / 16;
   static constexpr int kPieces = width / 4;  // of 16 bytes
   static constexpr int kInner = width / 16;  // pairs of steps along a head
-  // Results of so many tiles of 8 are neighbours, and their values are read at once.
-  static constexpr int kVector = width % 32 == 0 ? 4 : 2;
-  static constexpr int kGroups = width / (8 * kVector);
-  static constexpr bool kSwizzled = kVector == 4;
   // In registers; those of wide heads, too many, are read again each time, from the first-level
   // cache.
   static constexpr bool kKeepsQueries = width <= 64;
-  // Of lines of keys and values in shared memory, in bytes.
-  static constexpr int kPitch = kSwizzled ? width * 4 : width * 4 + 16;
   // A thread has one piece of a line, of every kKeyStep-th line.
   static constexpr int kPieceRoom = kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;
   static constexpr int kKeyStep = kRowThreads / kPieceRoom;
@@ -97,16 +90,14 @@ struct AttendFp32 {
   bool exists;       // whether there is such a row
   std::int64_t row;  // its first one if not
   int head;
-  int first_query;    // of the warp
-  const float* bias;  // the lane's numbers of the next keys
-  // Outside of `all()` nothing is kept from one round to the next but these.
+  int first_query;                          // of the warp
+  const float* bias;                        // the lane's numbers of the next keys
   Query query[kKeepsQueries ? kInner : 1];  // of 16 numbers of a head each
   float ahead[kBlocks][8];                  // bias of the next step
   float total[kGroups * kVector][4];
   float sums[2];   // of the weights that this lane has
   float shift[2];  // what is subtracted from each of the thread's queries' exponents
   float limit[2];  // the logit from which on it is too little
-  int careful = 0;
 
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int g() const { return thread / 4 % 8; }
@@ -116,13 +107,6 @@ struct AttendFp32 {
     return width == p.dim || column < p.dim;
   }
   __device__ __forceinline__ int query_at(int h) const { return first_query + h * 8 + g(); }
-
-  // Where a piece of a line is. Lanes read the same piece of every other line, or neighbours of two
-  // lines, of 8: these lie in different banks, as long as there is no padding.
-  static __device__ __forceinline__ int piece_at(int key, int piece) {
-    if (kSwizzled) piece ^= (key & 6) ^ (key & 1) << 2;
-    return key * kPitch + piece * 16;
-  }
 
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
@@ -179,7 +163,7 @@ struct AttendFp32 {
       const int left = p.n - tile * kKeys - first_key;
 #pragma unroll
       for (int i = 0; i < kKeys / kKeyStep; ++i) {
-        const int at = piece_at(first_key + i * kKeyStep, piece);
+        const int at = Operands::piece_at(first_key + i * kKeyStep, piece);
         const bool here = present >> (i * kKeyStep) & 1, exists_at_all = i * kKeyStep < left;
         sm80::cp_async_16(to + at, key, here && is_inside(piece * 4) ? 16 : 0);
         sm80::cp_async_16(to + kTileBytes + at, key + p.width,
@@ -190,41 +174,17 @@ struct AttendFp32 {
     sm80::cp_async_commit();
   }
 
-  // hi, the number to the nearest of TF32, and what is left. A NaN stays one, in one of both.
-  static __device__ __forceinline__ void split(float x, std::uint32_t& high, std::uint32_t& low) {
-    if (kSplit) {
-      high = (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
-      low = __float_as_uint(x - __uint_as_float(high));
-    } else {
-      high = rounded_tf32(x);
-      low = 0;
-    }
-  }
-
-  // sum += a * b of a step, the small terms first.
-  static __device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
-                                                  const std::uint32_t (&a_low)[4],
-                                                  const std::uint32_t (&b)[2],
-                                                  const std::uint32_t (&b_low)[2]) {
-    if (kSplit) {
-      sm80::mma_tf32(sum, a_low, b);
-      sm80::mma_tf32(sum, a, b_low);
-    }
-    sm80::mma_tf32(sum, a, b);
-  }
-
   __device__ __forceinline__ void all() {
     if (kKeepsQueries) {
 #pragma unroll
       for (int s = 0; s < kInner; ++s) query[kKeepsQueries ? s : 0] = split_query(s);
     }
-    bool any = false;
-#pragma unroll 1
-    for (bool again = true; again;) {
-      any = walk();
-      // The barrier also stands between the last reading of shared memory and the next writing.
-      again = kSplit && careful == 0 && __syncthreads_or(exists && has_nan());
-      careful = sm80::opaque(1);
+    bool any = walk<false>();
+    // The barrier also stands between the last reading of shared memory and the next writing.
+    if (kSplit && __syncthreads_or(exists && has_nan())) {
+      thread = sm80::opaque(thread);  // else much is kept for here through the first round
+      first_query = sm80::opaque(first_query);
+      any = walk<kSplit>();
     }
     if (exists) store(any);
   }
@@ -240,6 +200,7 @@ struct AttendFp32 {
   }
 
   // All keys. Whether there is any.
+  template <bool careful>
   __device__ __forceinline__ bool walk() {
     const float* key = projected(in_row() / kPieceRoom, 1) + in_row() % kPieceRoom * 4;
     const auto next_key = [&] { key += std::int64_t{4 * kKeys} * p.width; };
@@ -276,7 +237,7 @@ struct AttendFp32 {
         const bool is_last = tile + 1 == p.tiles && i + 1 == kSteps;  // reads its own again
         bias += is_last ? 0 : kBlocks * kBiasNumbers;
         if (some != 0) {
-          step(keys, some, some != kAll);
+          step<careful>(keys, some, some != kAll);
         } else {
           load_bias();
           const Logits zeros = {};  // for NaN among the values
@@ -291,11 +252,12 @@ struct AttendFp32 {
     return any;
   }
 
+  template <bool careful>
   __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t present,
                                        bool some_absent) {
     Logits logits;
     multiply_keys(logits, keys);
-    if (kSplit && careful != 0) repair_logits(logits, keys);
+    if (careful) repair_logits(logits, keys);
 #pragma unroll
     for (int j = 0; j < 2 * kBlocks; ++j) {
 #pragma unroll
@@ -305,11 +267,7 @@ struct AttendFp32 {
     if (some_absent) remove_absent(logits, present);
     follow_largest(logits);
     weigh(logits);
-    if (kSplit && careful != 0) {
-      add_values<true>(logits, keys + kTileBytes);
-    } else {
-      add_values<false>(logits, keys + kTileBytes);
-    }
+    add_values<careful>(logits, keys + kTileBytes);
   }
 
   __device__ __forceinline__ void clear() {
@@ -347,7 +305,7 @@ struct AttendFp32 {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) split(numbers[i][e], query.high[i][e], query.low[i][e]);
+      for (int e = 0; e < 4; ++e) Operands::split(numbers[i][e], query.high[i][e], query.low[i][e]);
     }
     return query;
   }
@@ -367,19 +325,6 @@ struct AttendFp32 {
     }
   }
 
-  // The lane's numbers of a pair of steps along the head, of eight keys.
-  __device__ __forceinline__ void load_key(const unsigned char* keys, int j, int s,
-                                           float (&numbers)[4]) const {
-    // Lines 8 apart have their pieces in the same order, which pieces 4s change by one bit.
-    const int first = piece_at(g(), t());
-    const int at = kSwizzled ? (first ^ (s % 2 * 64)) + s / 2 * 128 : first + s * 64;
-    const float4 four = *reinterpret_cast<const float4*>(keys + j * 8 * kPitch + at);
-    numbers[0] = four.x;
-    numbers[1] = four.y;
-    numbers[2] = four.z;
-    numbers[3] = four.w;
-  }
-
   __device__ __forceinline__ void multiply_keys(Logits& logits, const unsigned char* keys) const {
 #pragma unroll
     for (int s = 0; s < kInner; ++s) {
@@ -387,10 +332,11 @@ struct AttendFp32 {
 #pragma unroll
       for (int j = 0; j < 2 * kBlocks; ++j) {
         float numbers[4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        load_key(keys, j, s, numbers);
+        Operands::load_key(keys, j, s, g(), t(), numbers);
         std::uint32_t high[2][2], low[2][2];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) split(numbers[c], high[c / 2][c % 2], low[c / 2][c % 2]);
+        for (int c = 0; c < 4; ++c)
+          Operands::split(numbers[c], high[c / 2][c % 2], low[c / 2][c % 2]);
         if (kSplit) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -416,7 +362,7 @@ struct AttendFp32 {
 #pragma unroll
       for (int j = 0; j < 2 * kBlocks; ++j) {
         float numbers[4];
-        load_key(keys, j, s, numbers);
+        Operands::load_key(keys, j, s, g(), t(), numbers);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const std::uint32_t right[2] = {__float_as_uint(numbers[2 * i]),
@@ -429,14 +375,7 @@ struct AttendFp32 {
       }
     }
 #pragma unroll
-    for (int j = 0; j < 2 * kBlocks; ++j) replace_nan(logits[j], sum[j]);
-  }
-
-  static __device__ __forceinline__ void replace_nan(float (&numbers)[4], const float (&by)[4]) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (numbers[e] != numbers[e]) numbers[e] = by[e];
-    }
+    for (int j = 0; j < 2 * kBlocks; ++j) Operands::replace_nan(logits[j], sum[j]);
   }
 
   __device__ __forceinline__ void remove_absent(Logits& logits, std::uint32_t present) const {
@@ -503,7 +442,7 @@ struct AttendFp32 {
   }
 
   // The weights times the values, 16 keys at a time.
-  template <bool repairs>
+  template <bool careful>
   __device__ __forceinline__ void add_values(const Logits& weights, const unsigned char* values) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -512,72 +451,45 @@ struct AttendFp32 {
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {  // (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
-          split(weights[2 * b + i][e % 2 * 2 + e / 2], left[i][e], left_low[i][e]);
+          Operands::split(weights[2 * b + i][e % 2 * 2 + e / 2], left[i][e], left_low[i][e]);
         }
       }
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         float numbers[2][2][kVector];
-        load_values(values + b * 16 * kPitch, j, numbers);
+        Operands::load_values(values + b * 16 * kPitch, j, g(), t(), numbers);
 #pragma unroll
         for (int c = 0; c < kVector; ++c) {
+          if (careful && c > 0) {  // again: there are too few registers to keep them
+            __syncwarp();
+            Operands::load_values(values + b * 16 * kPitch, j, g(), t(), numbers);
+          }
           float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
           std::uint32_t high[2][2], low[2][2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int k = 0; k < 2; ++k) split(numbers[i][k][c], high[i][k], low[i][k]);
+            for (int k = 0; k < 2; ++k) Operands::split(numbers[i][k][c], high[i][k], low[i][k]);
           }
           float other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          multiply(sum, left[0], left_low[0], high[0], low[0]);
-          multiply(kSplit ? other : sum, left[1], left_low[1], high[1], low[1]);
-          if (repairs) {
-            repair_values(sum, weights[2 * b], weights[2 * b + 1], values + b * 16 * kPitch, j, c);
-          }
+          Operands::multiply(sum, left[0], left_low[0], high[0], low[0]);
+          Operands::multiply(kSplit ? other : sum, left[1], left_low[1], high[1], low[1]);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (kSplit) sum[e] += other[e];
-            total[j * kVector + c][e] += sum[e];
-          }
-          if (repairs) __syncwarp();
+          for (int e = 0; e < 4 && kSplit; ++e) sum[e] += other[e];
+          if (careful) repair_values(sum, weights[2 * b], weights[2 * b + 1], numbers, c);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) total[j * kVector + c][e] += sum[e];
         }
         __syncwarp();
       }
     }
   }
 
-  // Of 16 keys the lane's: [eight][of a pair of keys], neighbouring columns of group j.
-  __device__ __forceinline__ void load_values(const unsigned char* values, int j,
-                                              float (&numbers)[2][2][kVector]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int key = i * 8 + 2 * t() + k;
-        if constexpr (kSwizzled) {
-          const float4 four =
-              *reinterpret_cast<const float4*>(values + piece_at(key, g()) + j * 128);
-          numbers[i][k][0] = four.x;
-          numbers[i][k][1] = four.y;
-          numbers[i][k][2] = four.z;
-          numbers[i][k][3] = four.w;
-        } else {
-          const float2 two =
-              *reinterpret_cast<const float2*>(values + key * kPitch + j * 64 + g() * 8);
-          numbers[i][k][0] = two.x;
-          numbers[i][k][1] = two.y;
-        }
-      }
-    }
-  }
-
   __device__ __forceinline__ void repair_values(float (&sum)[4], const float (&first)[4],
                                                 const float (&second)[4],
-                                                const unsigned char* values, int j, int c) const {
+                                                const float (&numbers)[2][2][kVector],
+                                                int c) const {
     float plain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    float numbers[2][2][kVector];
-    __syncwarp();  // else the compiler keeps what was read before
-    load_values(values, j, numbers);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float (&four)[4] = i == 0 ? first : second;
@@ -587,7 +499,7 @@ struct AttendFp32 {
                                       __float_as_uint(numbers[i][1][c])};
       sm80::mma_tf32(plain, left, right);
     }
-    replace_nan(sum, plain);
+    Operands::replace_nan(sum, plain);
   }
 
   // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
