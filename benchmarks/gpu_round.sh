@@ -36,29 +36,44 @@ step() { # name, seconds, command...
   steps+=("$name")
 }
 
-sanitize() { # tool, op, seconds
-  local name="$1-$2" lines=20
-  local log="$OUT/sanitizer-$name.txt"
-  step "$name" "$3" compute-sanitizer --tool "$1" --error-exitcode 1 --print-limit 20 \
-    "$PYTHON" -m benchmarks.sanitizer_cases --only "$2" >"$log" 2>&1
-  case ${verdict[$name]} in ok*) lines=2 ;; esac
-  echo "== $name"
-  tail -n "$lines" "$log" | grep -v '^== '
+sanitize() { # op, seconds: the four tools at the same time, for most of it is the host's
+  local op=$1 limit tool name log status seconds lines
+  limit=$(left "$2")
+  for tool in memcheck racecheck initcheck synccheck; do
+    (
+      # What these two cannot see otherwise: csrc/common/sanitizers.h.
+      if [ $tool = racecheck ]; then export FUSED_OPS_RACECHECK=1; fi
+      if [ $tool = initcheck ]; then export FUSED_OPS_INITCHECK=1; fi
+      SECONDS=0
+      timeout -k 5 "$limit" compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20 \
+        "$PYTHON" -m benchmarks.sanitizer_cases --only "$op" >"$OUT/sanitizer-$tool-$op.txt" 2>&1
+      echo "$? $SECONDS" >"$OUT/sanitizer-$tool-$op.status"
+    ) &
+  done
+  wait
+  for tool in memcheck racecheck initcheck synccheck; do
+    name="$tool-$op" log="$OUT/sanitizer-$tool-$op.txt" lines=20
+    read -r status seconds <"$OUT/sanitizer-$tool-$op.status"
+    rm "$OUT/sanitizer-$tool-$op.status"
+    verdict[$name]="FAILED"
+    if [ "$status" = 124 ]; then verdict[$name]="TIMED OUT after $limit s"; fi
+    if [ "$status" = 0 ]; then verdict[$name]="ok" lines=2; fi
+    verdict[$name]+=" ($seconds s)"
+    steps+=("$name")
+    echo "== $name"
+    tail -n "$lines" "$log"
+  done
 }
 
 step report 30 "$PYTHON" -m fused_ops
 # Several at a time where pytest-xdist is there: most of a test is the reference on the host.
 workers=()
-if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 4 --dist worksteal); fi
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 6 --dist worksteal); fi
 step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
   "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
-# What the tools cannot see otherwise: csrc/common/sanitizers.h.
 for op in matmul triangle attention; do
-  sanitize memcheck $op 40
-  FUSED_OPS_RACECHECK=1 sanitize racecheck $op 110
-  FUSED_OPS_INITCHECK=1 sanitize initcheck $op 110
-  sanitize synccheck $op 40
+  sanitize $op 120
 done
 # A job that has begun is finished: 25 seconds for the last one and the start.
 limit=$(left 175)
