@@ -73,7 +73,7 @@ step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-ca
   "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
 for op in matmul triangle attention; do
-  sanitize $op 120
+  sanitize $op 150
 done
 # A job that has begun is finished: 25 seconds for the last one and the start.
 limit=$(left 175)
