@@ -396,7 +396,10 @@ def test_planner_merges_leading_axes_and_counts_those_that_remain():
     [
         ("tensor_matmul", HEADLINE),
         ("triangular_multiplicative_update", {"pair": [1, 5, 5, 8], "hidden": [4]}),
-        ("msa_row_attention", {"msa": [1, 3, 5, 8], "pair": [1, 5, 5, 8]}),
+        (
+            "msa_row_attention",
+            {"msa": [1, 3, 5, 8], "pair": [1, 5, 5, 8], "num_heads": [2], "head_dim": [4]},
+        ),
         ("invariant_point_attention", {"node": [1, 5, 8], "pair": [1, 5, 5, 8]}),
     ],
 )

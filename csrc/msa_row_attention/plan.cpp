@@ -53,6 +53,9 @@ std::vector<std::string> reasons_against(const Problem& problem) {
       std::int64_t{sizes.heads} * sizes.dim > kMostWide) {
     reasons.push_back("kernels have up to " + std::to_string(kMostWide) + " channels");
   }
+  if (sizes.n > kMostPositions) {
+    reasons.push_back("kernels have up to " + std::to_string(kMostPositions) + " positions");
+  }
   if (sizes.pair_channels < 1) reasons.push_back("kernels need a pair tensor with channels");
   return reasons;
 }
