@@ -226,3 +226,15 @@ def test_nothing_to_do(groups, n):
     made = problem(2, 3, 4, 8, BF16, True)
     made.pair = made.pair[:groups, :n, :n]
     assert made.run("bf16").numel() == 0
+
+
+def test_fp16_that_overflows_becomes_the_largest_number():
+    """Stored times sqrt(d) a bias may leave fp16; infinities and NaN stay what they are."""
+    made = Problem(torch.zeros(1, 4, 4, 1), torch.ones(1, 1, dtype=F32))
+    made.pair[0, 0, :, 0] = torch.tensor([6e4, -6e4, torch.inf, torch.nan])
+    ours = made.run("fp16").float()
+    expected = blocks_of((made.pair[..., 0] * SCALE)[:, None]).clamp(-65504, 65504)
+    expected[expected == 65504] = torch.where(
+        blocks_of(made.pair[..., 0][:, None]).isinf(), torch.inf, 65504.0
+    )[expected == 65504]
+    torch.testing.assert_close(ours, expected, equal_nan=True)

@@ -211,12 +211,21 @@ struct BiasKernel {
       const float low = odd ? other : first;
       const float high = odd ? second : other;
       if constexpr (kSixteen) {
-        words[half] = pack_two<kType>(low, high);
+        words[half] = pack_two<kType>(in_range(low), in_range(high));
       } else {
         words[2 * half] = __float_as_uint(low);
         words[2 * half + 1] = __float_as_uint(high);
       }
     }
+  }
+
+  // Finite numbers that fp16 has not, for the bias is stored times sqrt(d), become its largest.
+  static __device__ __forceinline__ float in_range(float x) {
+    constexpr float kMost = 65504.0f;
+    const float size = fabsf(x);
+    const bool is_finite = size < __uint_as_float(0x7f800000u);
+    if (kType != DType::kFloat16 || !is_finite || size <= kMost) return x;
+    return x > 0.0f ? kMost : -kMost;
   }
 
   // Eight numbers of a block of the bias, of both queries.

@@ -170,7 +170,10 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
                std::string_view precision, std::optional<ScalarType> dtype) {
   Problem problem;
   problem.msa = floating_type(kOp, msa, "msa");
-  floating_type(kOp, pair, "pair");
+  FO_CHECK_VALUE(
+      (floating_type(kOp, pair, "pair") == DType::kFloat64) == (problem.msa == DType::kFloat64),
+      kOp, ": pair must be float64 when msa is, and only then, got ",
+      dtype_text(pair.scalar_type()));
   FO_CHECK_VALUE(msa.dim() >= 3, kOp, ": msa must have shape (..., S, N, msa_dim), got ",
                  shape_text(msa.sizes()));
   const std::int64_t rows = msa.size(-3), n = msa.size(-2), channels = msa.size(-1);

@@ -66,9 +66,9 @@ Mode mode_of(const Problem& problem) {
   return problem.precision == Precision::kTf32 ? Mode::kTf32 : Mode::kSplit;
 }
 
-// Projections of so many bytes exist at a time: enough that a launch never runs out of work, and
-// little beside what a model of that size keeps.
-constexpr std::int64_t kProjectedBytes = std::int64_t{1} << 30;
+// So many bytes of projections and the like exist at a time: enough that a launch never runs out of
+// work, and little beside what a model of that size keeps.
+constexpr std::int64_t kMostBytes = std::int64_t{3} << 29;
 
 }  // namespace
 
@@ -92,14 +92,18 @@ Choice choose(const Problem& problem) {
   }
   const bool is_fp32 = type_of(choice.mode) == DType::kFloat32;
   const std::int64_t size = bytes_of(type_of(choice.mode));
-  const std::int64_t line = 4 * sizes.width() * size;  // bytes of a position's projections
-  const std::int64_t of_row = sizes.n * line, of_group = sizes.rows * of_row;
-  if (of_group > kProjectedBytes) {
-    const std::int64_t most = std::max<std::int64_t>(kProjectedBytes / of_row, 1);
+  // Bytes of a position: its projections, LayerNorm and attention. Of fp32, products are tensors of
+  // their own, one after the other.
+  const std::int64_t line = 4 * sizes.width() * size;
+  const std::int64_t product = is_fp32 ? std::max(line, sizes.channels * size) : line;
+  const std::int64_t of_position = product + (sizes.channels + sizes.width()) * size;
+  const std::int64_t of_row = sizes.n * of_position, of_group = sizes.rows * of_row;
+  if (of_group > kMostBytes) {
+    const std::int64_t most = std::max<std::int64_t>(kMostBytes / of_row, 1);
     choice.groups = 1;
     choice.rows = ceil_div(sizes.rows, ceil_div(sizes.rows, most));  // parts of equal size
   } else {
-    choice.groups = std::min(sizes.groups, kProjectedBytes / of_group);
+    choice.groups = std::min(sizes.groups, kMostBytes / of_group);
     choice.rows = sizes.rows;
   }
   const std::int64_t rows = choice.groups * choice.rows;
@@ -116,9 +120,6 @@ Choice choose(const Problem& problem) {
     const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n, head)];
     choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
   }
-  // Of fp32, products are tensors of their own, one after the other.
-  const std::int64_t product = is_fp32 ? std::max(line, sizes.channels * size) : line;
-  const std::int64_t of_position = product + (sizes.channels + sizes.width()) * size;
   choice.plan.workspace_bytes = bias_size(sizes) * size + rows * sizes.n * of_position;
   return choice;
 }

@@ -149,6 +149,8 @@ def operands_of(
     precision: str | None,
 ) -> list[Any]:
     """Arguments of the operator; ``parameters`` in the order of :func:`triangle_attention`."""
+    if direction not in ("starting", "ending"):
+        raise ValueError(f"{NAME}: direction must be 'starting' or 'ending', got {direction!r}")
     if direction == "ending":
         pair = pair.transpose(-2, -3)
         mask = None if mask is None else mask.transpose(-1, -2)
