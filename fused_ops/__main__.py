@@ -76,7 +76,8 @@ def _self_test(device: torch.device) -> bool:
         error = relative_error(result, exact)
         ok = error < _SELF_TEST_LIMIT
         passed &= ok
-        print(f"  {'ok  ' if ok else 'FAIL'}  {error:.1e}  {fused_ops.explain(fused, *inputs)}")
+        name, plan = type(fused).__name__, fused_ops.explain(fused, *inputs)
+        print(f"  {'ok  ' if ok else 'FAIL'}  {error:.1e}  {name}, {plan}")
     return passed
 
 
