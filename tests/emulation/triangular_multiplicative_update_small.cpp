@@ -11,6 +11,9 @@ namespace {
 
 using emulation::Request;
 using fused_ops::DType;
+using fused_ops::Linear;
+using fused_ops::MaskType;
+using fused_ops::Stored;
 using namespace fused_ops::triangular_multiplicative_update;
 
 std::size_t bytes(DType type) {
