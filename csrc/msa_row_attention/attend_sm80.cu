@@ -6,6 +6,7 @@
 
 #include "common/launch.h"
 #include "msa_row_attention/config.h"
+#include "msa_row_attention/with_width.h"
 
 namespace fused_ops::msa_row_attention {
 namespace {
@@ -74,32 +75,19 @@ void with_tile(const AttendProblem& problem, CUstream_st* stream) {
 }
 
 template <Mode mode>
-void with_width(const AttendProblem& problem, CUstream_st* stream) {
-  switch (width_of(problem.sizes.dim)) {
-    case 16:
-      return with_tile<mode, 16>(problem, stream);
-    case 32:
-      return with_tile<mode, 32>(problem, stream);
-    case 48:
-      return with_tile<mode, 48>(problem, stream);
-    case 64:
-      return with_tile<mode, 64>(problem, stream);
-    default:
-      return with_tile<mode, 128>(problem, stream);
-  }
+void with_mode(const AttendProblem& problem, CUstream_st* stream) {
+  with_width(problem.sizes.dim,
+             [&](auto width_of) { with_tile<mode, decltype(width_of)::kWidth>(problem, stream); });
 }
 
 }  // namespace
 
 void attend_sm80(const AttendProblem& problem, CUstream_st* stream) {
   if (problem.sizes.positions() == 0 || problem.sizes.heads == 0) return;
-  FO_CHECK_RUNTIME(problem.sizes.dim % 8 == 0 && problem.sizes.dim <= kMostDim,
-                   "msa_row_attention: a head's width must be a multiple of 8 up to ", kMostDim,
-                   ", got ", problem.sizes.dim);
-  if (problem.mode == Mode::kBFloat16) return with_width<Mode::kBFloat16>(problem, stream);
+  if (problem.mode == Mode::kBFloat16) return with_mode<Mode::kBFloat16>(problem, stream);
   FO_CHECK_RUNTIME(problem.mode == Mode::kFloat16,
                    "msa_row_attention: attend_sm80 must be given 16-bit tensors");
-  with_width<Mode::kFloat16>(problem, stream);
+  with_mode<Mode::kFloat16>(problem, stream);
 }
 
 }  // namespace fused_ops::msa_row_attention

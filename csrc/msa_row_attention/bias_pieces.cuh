@@ -5,38 +5,13 @@
 
 #include <cstdint>
 
+#include "common/cuda/sm80/numbers.cuh"
 #include "common/cuda/sm80/stored.cuh"
 #include "msa_row_attention/msa_row_attention.h"
 
 namespace fused_ops::msa_row_attention {
 
 constexpr int kBiasChunk = 128;  // channels of a step
-
-// Of kBFloat16 or kFloat16, the first in the lower half.
-template <DType type>
-__device__ __forceinline__ std::uint32_t pack_two(float first, float second) {
-  return type == DType::kBFloat16 ? sm80::pack_bf16(first, second) : sm80::pack_f16(first, second);
-}
-
-// Words of eight numbers.
-template <DType type>
-constexpr int kWordsOfEight = type == DType::kFloat32 ? 8 : 4;
-
-template <DType type>
-__device__ __forceinline__ void unpack_eight(const std::uint32_t (&words)[kWordsOfEight<type>],
-                                             float (&numbers)[8]) {
-#pragma unroll
-  for (int i = 0; i < kWordsOfEight<type>; ++i) {
-    if constexpr (type == DType::kFloat32) {
-      numbers[i] = __uint_as_float(words[i]);
-    } else {
-      const float2 two =
-          type == DType::kBFloat16 ? sm80::unpack_bf16(words[i]) : sm80::unpack_f16(words[i]);
-      numbers[2 * i] = two.x;
-      numbers[2 * i + 1] = two.y;
-    }
-  }
-}
 
 // Of lane 4 * g + t: pairs g and g + 8, channels 32 * block + 8 * t to + 7 of the chunk.
 struct BiasPairs {

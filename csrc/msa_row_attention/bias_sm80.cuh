@@ -29,7 +29,7 @@ struct BiasKernel {
   static constexpr DType kType = type_of(mode);
   static constexpr bool kSixteen = kType != DType::kFloat32;
   static constexpr int kOctets = kSixteen ? 2 : 1;  // whose sums a warp has in registers
-  static constexpr int kWords = kWordsOfEight<pair_type>;
+  static constexpr int kWords = words_of(pair_type, 8);
   static constexpr int kPieces = kWords / 4;  // of 16 bytes, of eight channels
   static constexpr int kStagePieces = 8 * kPieces;
   static constexpr int kStages = kBiasRing / kBiasThreads / 16 / kStagePieces;
@@ -153,7 +153,7 @@ struct BiasKernel {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-          unpack_eight<pair_type>(words[half][block], x.numbers[half][block]);
+          unpack<pair_type, 8>(words[half][block], x.numbers[half][block]);
         }
       }
     }
