@@ -271,6 +271,13 @@ def test_ldmatrix(trans):
             assert fragments[lane, matrix].tolist() == pair.tolist()
 
 
+def test_transpose_8x8():
+    """Row after row, two to a lane, is the order that fragments have."""
+    matrix = torch.arange(64, dtype=torch.int16).view(8, 8) * 101
+    run = driver("instructions").run("transpose", {"rows": matrix})
+    assert torch.equal(run["columns"].view(torch.int16).view(8, 8), matrix.T)
+
+
 def hard_numbers():
     """Random bit patterns; ties, neighbours of ties, subnormals, both ends of every range."""
     bits = torch.randint(-(2**31), 2**31, (200_000,)).to(torch.int32)

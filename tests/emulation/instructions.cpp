@@ -100,6 +100,16 @@ const emulation::Kernel ldmatrix("ldmatrix", [](Request& request) {
                     request.output<std::uint32_t>("fragments", 128), request.integer("trans") != 0);
 });
 
+// An 8x8 matrix, row after row, gathered into fragments and transposed.
+__global__ void transpose_kernel(const std::uint32_t* from, std::uint32_t* to) {
+  to[threadIdx.x] = transpose_8x8(from[threadIdx.x]);
+}
+
+const emulation::Kernel transpose("transpose", [](Request& request) {
+  emulation::launch(transpose_kernel, 1, 32, 0, request.input<std::uint32_t>("rows"),
+                    request.output<std::uint32_t>("columns", 32));
+});
+
 // Pairs of numbers to 16 bits and all of 16 bits to numbers.
 __global__ void pack_kernel(const float* x, int count, bool bf16, std::uint32_t* packed) {
   for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {

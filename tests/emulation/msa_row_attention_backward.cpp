@@ -3,6 +3,7 @@
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
 #include "msa_row_attention/attend_statistics_sm80.cu"
+#include "msa_row_attention/backward_keys_sm80.cu"
 
 namespace {
 
@@ -31,6 +32,7 @@ const emulation::Kernel backward("backward", [](Request& request) {
   p.log_sums = request.output<float>("log_sums", queries);
   p.row_dots = request.output<float>("row_dots", queries);
   attend_statistics_sm80(p, nullptr);
+  backward_keys_sm80(p, nullptr);
 });
 
 }  // namespace

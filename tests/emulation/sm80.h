@@ -79,6 +79,22 @@ void store_matrix(const char* name, const std::uint32_t (&d)[4], std::uint32_t a
   meet_warp(name, Aligned::kYes, 0xffffffff, &mine, store_matrices<trans>, site);
 }
 
+struct Word {
+  std::uint32_t given, result;
+};
+
+inline void transpose_words(void* const* lanes, std::uint32_t) {
+  const auto element = [&](int row, int column) {
+    const std::uint32_t word = static_cast<Word*>(lanes[row * 4 + column / 2])->given;
+    return word >> 16 * (column % 2) & 0xffffu;
+  };
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const int row = lane / 4;
+    const int column = lane % 4 * 2;
+    static_cast<Word*>(lanes[lane])->result = element(column, row) | element(column + 1, row) << 16;
+  }
+}
+
 template <Format format>
 void multiply(const char* name, float (&d)[4], const std::uint32_t (&a)[4],
               const std::uint32_t (&b)[2], Site site) {
@@ -167,6 +183,14 @@ inline void ldmatrix_x4(std::uint32_t (&d)[4], SharedAddress shared,
 inline void ldmatrix_x4_trans(std::uint32_t (&d)[4], SharedAddress shared,
                               emulation::Site site = emulation::Site::here()) {
   emulation::load_matrix<true>("ldmatrix_x4_trans", d, shared, site);
+}
+
+inline std::uint32_t transpose_8x8(std::uint32_t word,
+                                   emulation::Site site = emulation::Site::here()) {
+  emulation::Word mine{word, 0};
+  emulation::meet_warp("transpose_8x8", emulation::Aligned::kYes, 0xffffffff, &mine,
+                       emulation::transpose_words, site);
+  return mine.result;
 }
 
 inline void mma_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2],

@@ -82,6 +82,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&d)[4], SharedA
                : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements, of which lane l has (l/4, 2*(l%4)) and the next, transposed.
+__device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t word) {
+  std::uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+  return transposed;
+}
+
 // d += a * b on 16x16 by 16x8 tiles with fp32 accumulators; fragments as PTX lays them out.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const std::uint32_t (&a)[4],
                                         const std::uint32_t (&b)[2]) {
