@@ -31,56 +31,67 @@ struct BackwardKeys {
 
   struct alignas(1024) Stage {
     unsigned char lines[row_count][2][kTileBytes];  // queries, gradients
-    float log_sums[row_count][kKeys];
-    float row_dots[row_count][kKeys];
+    // Of two queries: log_sums, row_dots.
+    float statistics[row_count][kKeys / 2][4];
   };
   struct Shared {
     Stage stages[kStages];
   };
+  static constexpr int kStageBytes = sizeof(Stage);
 
   const BackwardParams& p;
-  int thread;
-  int slot;
+  // Of the row's queries and statistics in the first stage: numbers, else the compiler looks for
+  // them at each use.
+  sm80::SharedAddress lines;
+  sm80::SharedAddress statistics;
+  unsigned thread;
   Place place;
-  int first_key;       // of the warp
-  std::uint32_t here;  // which of the warp's keys are there
-  bool wanted;         // whether any of the row's keys in this block is there
+  bool wanted;  // whether any of the row's keys in this block is there
   // The lane's numbers of the next 16 queries.
   const uint4* bias;
 
-  __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  // What follows from the thread's number is computed again where it is asked for, and occupies no
+  // registers.
+  __device__ __forceinline__ unsigned again() const {
+    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
+  }
+  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
 
-  // The tiles of a row and head follow each other, then the heads: they share queries.
+  // Of a single row all is the same for all threads.
+  static __device__ __forceinline__ unsigned slot_of(unsigned thread) {
+    return row_count == 1 ? 0 : thread / kRowThreads;
+  }
+  // The warp's first one.
+  static __device__ __forceinline__ int first_key(const RowTile& at, unsigned thread) {
+    return at.tile * kBlockKeys + static_cast<int>(thread % kRowThreads / 32 * kWarpKeys);
+  }
+  // Which of the warp's keys are there.
+  static __device__ __forceinline__ std::uint32_t present(const BackwardParams& p,
+                                                          const RowTile& at, int first) {
+    if (!at.exists) return 0;
+    const std::uint64_t word = p.mask_word(at.row, first / kKeys) >> (first % kKeys);
+    return static_cast<std::uint32_t>(word) & (0xffffffffu >> (32 - kWarpKeys));
+  }
+
   static __device__ __forceinline__ void run(const BackwardParams& p) {
-    const int thread = sm80::opaque(thread_index());
-    const int slot = thread / kRowThreads;
-    unsigned block = blockIdx.x;
-    const int tile = static_cast<int>(block % p.block_tiles);
-    block /= p.block_tiles;
-    const unsigned head = block % p.heads;
-    block /= p.heads;
-    const unsigned group = block / p.row_blocks;
-    const unsigned in_group = block % p.row_blocks * row_count + slot;
-    const bool exists = in_group < p.rows;
-    const std::int64_t row = std::int64_t{group} * p.rows + (exists ? in_group : 0);
-    const int first_key = tile * kBlockKeys + thread % kRowThreads / 32 * kWarpKeys;
-    std::uint64_t all = 0;
-    std::uint32_t here = 0;
-    if (exists) {
+    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const auto at = RowTile::of<row_count>(p, slot_of(thread));
+    std::uint64_t any = 0;
 #pragma unroll
-      for (int i = 0; i < kBlockKeys; i += kKeys) {
-        all |= p.mask_word(row, (tile * kBlockKeys + i) / kKeys);
-      }
-      const std::uint64_t mine = p.mask_word(row, first_key / kKeys) >> (first_key % kKeys);
-      here = static_cast<std::uint32_t>(mine) & (0xffffffffu >> (32 - kWarpKeys));
+    for (int i = 0; i < kBlockKeys; i += kKeys) {
+      any |= p.mask_word(at.row, (at.tile * kBlockKeys + i) / kKeys);
     }
-    const uint4* bias = static_cast<const uint4*>(p.bias) +
-                        (std::int64_t{group} * p.heads + head) * p.blocks * line_of_bias(p) +
-                        first_key / kBiasBlock * 32 + thread % 32;
-    BackwardKeys{p,         thread, slot,     Place{p, row, static_cast<int>(head)},
-                 first_key, here,   all != 0, bias}
-        .all(exists);
+    const std::int64_t head = std::int64_t{at.group} * p.heads + at.head;
+    const int piece = first_key(at, thread) / kBiasBlock * 32 + static_cast<int>(thread % 32);
+    const Stage& first = shared_memory<Shared>().stages[0];
+    BackwardKeys{p,
+                 number_of(first.lines[slot_of(thread)]),
+                 number_of(first.statistics[slot_of(thread)]),
+                 thread,
+                 at.place(p),
+                 at.exists && any != 0,
+                 static_cast<const uint4*>(p.bias) + head * p.blocks * line_of_bias(p) + piece}
+        .all(at);
   }
 
   // Of 16 queries and all keys, in pieces of 16 bytes.
@@ -92,27 +103,21 @@ struct BackwardKeys {
   // these and a bias of zero their weights are one, times zero.
   __device__ __forceinline__ void copy(int tile, int stage) const {
     if (wanted && tile < p.tiles) {
-      Stage& to = shared_memory<Shared>().stages[stage];
-      const std::uint64_t existing = p.existing(tile);
-      const int first = tile * kKeys;
-      copy_lines<width, kRowThreads>(sm80::shared_address(to.lines[slot][0]),
-                                     p.projected + place.projected(first, 0),
-                                     std::int64_t{4} * p.width, existing, p.dim, in_row());
-      copy_lines<width, kRowThreads>(sm80::shared_address(to.lines[slot][1]),
-                                     p.d_attended + place.attended(first), p.width, existing, p.dim,
-                                     in_row());
-      constexpr int kStep = kRowThreads < kKeys ? kRowThreads : kKeys;
-      const int query = in_row() % kStep;
+      const int first = tile * kKeys, left = p.n - first;
+      const unsigned in_row = again() % kRowThreads;
+      const auto to = lines + stage * kStageBytes;
+      const auto is_here = [left](int query) { return query < left; };
+      copy_lines<width, kRowThreads>(to, p.projected + place.projected(first, 0), 4 * p.width,
+                                     p.dim, in_row, is_here);
+      copy_lines<width, kRowThreads>(to + kTileBytes, p.d_attended + place.attended(first), p.width,
+                                     p.dim, in_row, is_here);
 #pragma unroll
-      for (int i = 0; i < kKeys; i += kStep) {
-        const std::int64_t at = place.statistic(first + query + i);
-        const int bytes = existing >> (query + i) & 1 ? 4 : 0;
-        if (kRowThreads <= kKeys || in_row() < kKeys) {
-          sm80::cp_async_4(&to.log_sums[slot][query + i], p.log_sums + at, bytes);
-        }
-        if (kRowThreads <= kKeys || in_row() >= kKeys) {
-          sm80::cp_async_4(&to.row_dots[slot][query + i], p.row_dots + at, bytes);
-        }
+      for (int i = 0; i < 2 * kKeys; i += kRowThreads) {
+        const unsigned which = (in_row + i) / kKeys, query = (in_row + i) % kKeys;
+        sm80::cp_async_4(
+            statistics + stage * kStageBytes + query / 2 * 16 + query % 2 * 4 + which * 8,
+            (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first) + query,
+            is_here(static_cast<int>(query)) ? 4 : 0);
       }
     }
     sm80::cp_async_commit();
@@ -127,50 +132,57 @@ struct BackwardKeys {
     for (int m = 0; m < kM; ++m) ahead[m] = bias[m * 32];
   }
 
-  __device__ __forceinline__ void all(bool exists) {
+  __device__ __forceinline__ void all(const RowTile& at) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(i, i);
-    const int count = p.n - first_key;
-    if (here != 0) {
+    const int first = first_key(at, thread);
+    const bool any = present(p, at, first) != 0;
+    if (any) {
       load_bias();
-      Product::load(key, p.projected + place.projected(first_key, 1), std::int64_t{4} * p.width,
-                    count, p.dim, lane());
-      Product::load(value, p.projected + place.projected(first_key, 2), std::int64_t{4} * p.width,
-                    count, p.dim, lane());
+      const std::uint16_t* from = p.projected + place.projected(first, 1);
+      Product::load(key, from, 4 * p.width, p.n - first, p.dim, lane());
+      Product::load(value, from + p.width, 4 * p.width, p.n - first, p.dim, lane());
     }
     Product::clear(d_key);
     Product::clear(d_value);
     int stage = 0;
-    int steps = p.blocks;  // of 16 queries, from this tile on
     for (int tile = 0; tile < p.tiles; ++tile) {
       sm80::cp_async_wait<kAhead - 1>();
       __syncthreads();
       if (kStages > 1) copy(tile + kAhead, stage == 0 ? kStages - 1 : stage - 1);
-      if (here != 0) {
-        const Stage& now = shared_memory<Shared>().stages[stage];
-        const auto lines = sm80::shared_address(now.lines[slot][0]);
-        const int most = steps < kKeys / 16 ? steps : kKeys / 16;
+      if (any) {
+        const unsigned lane = again() % 32;
+        auto across = lines + stage * kStageBytes + Product::across(lane);
+        auto down = lines + stage * kStageBytes + Product::down(lane);
+        auto numbers = statistics + stage * kStageBytes + lane % 4 * 16;
 #pragma unroll 1
-        for (int i = 0; i < most; ++i) {
-          if (i + 1 < steps) bias += line_of_bias(p);
-          step(lines + i * 16 * Line::kPitch, now.log_sums[slot] + i * 16,
-               now.row_dots[slot] + i * 16);
+        for (int i = tile * (kKeys / 16); i < (tile + 1) * (kKeys / 16) && i < p.blocks; ++i) {
+          if (i + 1 < p.blocks) bias += line_of_bias(p);
+          step(across, down, numbers);
+          across += 16 * Line::kPitch;
+          down += 16 * Line::kPitch;
+          numbers += 16 * 8;
         }
       }
-      steps -= kKeys / 16;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     sm80::cp_async_wait<0>();
-    if (!exists) return;
-    std::uint16_t* to = p.d_projected + place.projected(first_key, 1);
-    Product::store(to, std::int64_t{4} * p.width, d_key, p.scale, here, count, p.dim, lane());
-    Product::store(to + p.width, std::int64_t{4} * p.width, d_value, 1.0f, here, count, p.dim,
-                   lane());
+    store();
   }
 
-  // 16 queries, whose lines and gradients are at `lines`.
-  __device__ __forceinline__ void step(sm80::SharedAddress lines, const float* log_sums,
-                                       const float* row_dots) {
+  __device__ __forceinline__ void store() const {
+    const auto at = RowTile::of<row_count>(p, slot_of(again()));
+    if (!at.exists) return;
+    const int first = first_key(at, again());
+    const std::uint32_t here = present(p, at, first);
+    std::uint16_t* to = p.d_projected + at.place(p).projected(first, 1);
+    Product::store(to, 4 * p.width, d_key, p.scale, here, p.n - first, p.dim, lane());
+    Product::store(to + p.width, 4 * p.width, d_value, 1.0f, here, p.n - first, p.dim, lane());
+  }
+
+  // 16 queries.
+  __device__ __forceinline__ void step(sm80::SharedAddress across, sm80::SharedAddress down,
+                                       sm80::SharedAddress numbers) {
     typename Product::Weights weights, gradients;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -185,29 +197,28 @@ struct BackwardKeys {
       }
     }
     load_bias();
-    Product::multiply(weights, key, lines, lane());
-    Product::multiply(gradients, value, lines + kTileBytes, lane());
+    Product::template multiply<0>(weights, key, across);
+    Product::template multiply<kTileBytes>(gradients, value, across);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int query = j * 8 + lane() % 4 * 2;
-      const float2 log_sum = *reinterpret_cast<const float2*>(log_sums + query);
-      const float2 row_dot = *reinterpret_cast<const float2*>(row_dots + query);
+      const uint4 four = sm80::load_shared_16(numbers + j * 64);
+      const float log_sum[2] = {__uint_as_float(four.x), __uint_as_float(four.y)};
+      const float row_dot[2] = {__uint_as_float(four.z), __uint_as_float(four.w)};
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& weight = weights[m][j][e];
-          weight =
-              sm80::exp2_approx(fmaf(weight, p.logit_scale, -(e % 2 == 0 ? log_sum.x : log_sum.y)));
-          gradients[m][j][e] = weight * (gradients[m][j][e] - (e % 2 == 0 ? row_dot.x : row_dot.y));
+          weight = sm80::exp2_approx(fmaf(weight, p.logit_scale, -log_sum[e % 2]));
+          gradients[m][j][e] = weight * (gradients[m][j][e] - row_dot[e % 2]);
         }
       }
     }
     typename Product::Packed packed;
     Product::pack(packed, weights);
-    Product::add(d_value, packed, lines + kTileBytes, lane());
+    Product::template add<kTileBytes>(d_value, packed, down);
     Product::pack(packed, gradients);
-    Product::add(d_key, packed, lines, lane());
+    Product::template add<0>(d_key, packed, down);
   }
 };
 

@@ -27,8 +27,8 @@ inline BackwardParams params_of(const BackwardProblem& problem) {
   p.n = static_cast<int>(sizes.n);
   p.tiles = static_cast<int>(mask_words(sizes.n));
   p.blocks = static_cast<int>(bias_blocks(sizes.n));
-  p.dim = sizes.dim;
-  p.width = sizes.width();
+  p.dim = static_cast<unsigned>(sizes.dim);
+  p.width = static_cast<unsigned>(sizes.width());
   p.scale = 1.0f / std::sqrt(static_cast<float>(sizes.head_dim));
   p.logit_scale = kLog2E * p.scale;
   return p;

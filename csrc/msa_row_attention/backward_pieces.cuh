@@ -23,62 +23,89 @@ struct BackwardParams {
   int n = 0;
   int tiles = 0;   // of 64 queries or keys
   int blocks = 0;  // of queries, of bias
-  int dim = 0;
-  int width = 0;             // of all heads
+  unsigned dim = 0;
+  unsigned width = 0;        // of all heads
   float scale = 0.0f;        // 1 / sqrt(dim)
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
 
   // Which of 64 keys of a row are there.
   __device__ __forceinline__ std::uint64_t mask_word(std::int64_t row, int tile) const {
     if (tile >= tiles) return 0;
-    return present ? present[row * tiles + tile] : existing(tile);
-  }
-
-  // Which of the 64 positions of a tile exist.
-  __device__ __forceinline__ std::uint64_t existing(int tile) const {
+    if (present) return present[row * tiles + tile];
     const int left = n - tile * kKeys;
-    return left >= kKeys ? ~std::uint64_t{0} : left > 0 ? ~std::uint64_t{0} >> (kKeys - left) : 0;
+    return left >= kKeys ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (kKeys - left);
   }
 };
 
-// A row, head and position of the tensors.
+// A row and head of the tensors. All numbers are positive, and unsigned products are shorter.
 struct Place {
   const BackwardParams& p;
-  std::int64_t row;
-  int head;
+  std::uint64_t first;  // position of the row
+  unsigned head;
 
   // Of query, key, value, gate.
-  __device__ __forceinline__ std::int64_t projected(int position, int which) const {
-    return (row * p.n + position) * (std::int64_t{4} * p.width) + which * p.width + head * p.dim;
+  __device__ __forceinline__ std::uint64_t projected(unsigned position, unsigned which) const {
+    return (first + position) * (4u * p.width) + (which * p.width + head * p.dim);
   }
-  __device__ __forceinline__ std::int64_t attended(int position) const {
-    return (row * p.n + position) * p.width + head * p.dim;
+  __device__ __forceinline__ std::uint64_t attended(unsigned position) const {
+    return (first + position) * p.width + head * p.dim;
   }
-  __device__ __forceinline__ std::int64_t statistic(int query) const {
-    return (row * p.heads + head) * p.n + query;
+  __device__ __forceinline__ std::uint64_t statistic(unsigned query) const {
+    return first * p.heads + std::uint64_t{head} * static_cast<unsigned>(p.n) + query;
   }
 };
 
-// Asks for 64 lines of a head's numbers, by `threads` threads; zeros for lines that `here` has no
-// bit for. `first` is line 0, `stride` elements before the next.
-template <int width, int threads>
+// What a block's threads for one of its rows work at. The tiles of a row and head follow each
+// other, then the heads: they share what the block walks.
+struct RowTile {
+  int tile;  // of the queries or keys that a block has of a row
+  unsigned head;
+  unsigned group;
+  bool exists;       // whether there is such a row
+  std::int64_t row;  // the group's first one if not
+
+  template <int row_count>
+  static __device__ __forceinline__ RowTile of(const BackwardParams& p, unsigned slot) {
+    unsigned block = blockIdx.x;
+    const unsigned tile = block % p.block_tiles;
+    block /= p.block_tiles;
+    const unsigned head = block % p.heads;
+    block /= p.heads;
+    const unsigned group = block / p.row_blocks;
+    const unsigned in_group = block % p.row_blocks * row_count + slot;
+    const bool exists = in_group < p.rows;
+    return {static_cast<int>(tile), head, group, exists,
+            std::int64_t{group} * p.rows + (exists ? in_group : 0)};
+  }
+
+  __device__ __forceinline__ Place place(const BackwardParams& p) const {
+    return {p, static_cast<std::uint64_t>(row) * static_cast<unsigned>(p.n), head};
+  }
+};
+
+__device__ __forceinline__ sm80::SharedAddress number_of(const void* shared) {
+  return static_cast<sm80::SharedAddress>(
+      sm80::opaque(static_cast<int>(sm80::shared_address(shared))));
+}
+
+// Asks for 64 lines of a head's numbers, by `threads` threads; zeros for lines that `is_here` says
+// no of. `first` is line 0, `stride` elements before the next.
+template <int width, int threads, class IsHere>
 __device__ __forceinline__ void copy_lines(sm80::SharedAddress to, const std::uint16_t* first,
-                                           std::int64_t stride, std::uint64_t here, int dim,
-                                           int thread) {
+                                           unsigned stride, unsigned dim, unsigned thread,
+                                           IsHere is_here) {
   using Line = Lines<width>;
   constexpr int kLineStep = threads / Line::kPieceRoom;
-  const int piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
+  const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
   if (piece >= Line::kPieces) return;
   const bool inside = width == dim || piece * 8 < dim;
   to += Line::piece_at(line, piece);
   first += line * stride + piece * 8;
-  here >>= line;
 #pragma unroll
-  for (int i = 0; i < kKeys / kLineStep; ++i) {
+  for (int i = 0; i < kKeys; i += kLineStep) {
     // Lines kLineStep apart have their pieces in the same order.
-    sm80::cp_async_16(to + i * kLineStep * Line::kPitch, first,
-                      inside && (here >> (i * kLineStep) & 1) ? 16 : 0);
-    first += kLineStep * stride;
+    sm80::cp_async_16(to + i * Line::kPitch, first + std::uint64_t{stride} * i,
+                      inside && is_here(static_cast<int>(line) + i) ? 16 : 0);
   }
 }
 
@@ -95,35 +122,45 @@ struct Products {
 
   // `first` is the warp's first row, `count` how many exist; all others are zeros.
   static __device__ __forceinline__ void load(Fragments& rows, const std::uint16_t* first,
-                                              std::int64_t stride, int count, int dim, int lane) {
+                                              unsigned stride, int count, unsigned dim,
+                                              unsigned lane) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = m * 16 + h * 8 + lane / 4;
+        const int row = m * 16 + h * 8 + static_cast<int>(lane / 4);
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int column = s * 16 + i * 8 + lane % 4 * 2;
+            const unsigned column = s * 16 + i * 8 + lane % 4 * 2;
             const bool here = row < count && (width == dim || column < dim);
-            rows[m][s][i * 2 + h] =
-                here ? *reinterpret_cast<const std::uint32_t*>(first + row * stride + column) : 0;
+            rows[m][s][i * 2 + h] = here ? *reinterpret_cast<const std::uint32_t*>(
+                                               first + std::uint64_t{stride} * row + column)
+                                         : 0;
           }
         }
       }
     }
   }
 
-  // weights += rows * lines^T
+  // What a lane adds to the address of 16 lines, for the right operands of the next two.
+  static __device__ __forceinline__ int across(unsigned lane) {
+    return Line::piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+  static __device__ __forceinline__ int down(unsigned lane) {
+    return Line::piece_at(lane % 16, lane / 16);
+  }
+
+  // weights += rows * lines^T, with the lines `offset` bytes behind `at`.
+  template <int offset>
   static __device__ __forceinline__ void multiply(Weights& weights, const Fragments& rows,
-                                                  sm80::SharedAddress lines, int lane) {
-    lines += Line::piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+                                                  sm80::SharedAddress at) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       // Matrices of 8 lines by 8 numbers: two of the first lines, two of the next.
       std::uint32_t four[4];
-      sm80::ldmatrix_x4(four, Line::further(lines, 2 * s));
+      sm80::ldmatrix_x4(four, Line::further(at, 2 * s) + offset);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const std::uint32_t right[2] = {four[2 * j], four[2 * j + 1]};
@@ -134,13 +171,13 @@ struct Products {
   }
 
   // sums += weights * lines
+  template <int offset>
   static __device__ __forceinline__ void add(Sums& sums, const Packed& weights,
-                                             sm80::SharedAddress lines, int lane) {
-    lines += Line::piece_at(lane % 16, lane / 16);
+                                             sm80::SharedAddress at) {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       std::uint32_t four[4];
-      sm80::ldmatrix_x4_trans(four, Line::further(lines, j));
+      sm80::ldmatrix_x4_trans(four, Line::further(at, j) + offset);
       const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -174,16 +211,16 @@ struct Products {
   }
 
   // sums * scale to the warp's rows, zeros to those that `here` has no bit for.
-  static __device__ __forceinline__ void store(std::uint16_t* first, std::int64_t stride,
+  static __device__ __forceinline__ void store(std::uint16_t* first, unsigned stride,
                                                const Sums& sums, float scale, std::uint32_t here,
-                                               int count, int dim, int lane) {
+                                               int count, unsigned dim, unsigned lane) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = m * 16 + h * 8 + lane / 4;
+        const int row = m * 16 + h * 8 + static_cast<int>(lane / 4);
         const bool there = here >> row & 1;
-        std::uint16_t* line = first + row * stride;
+        std::uint16_t* line = first + std::uint64_t{stride} * row;
         const auto word = [&](int j) {
           const float x = sums[m][j][2 * h] * scale, y = sums[m][j][2 * h + 1] * scale;
           return there ? pack_16<mode>(x, y) : 0;
@@ -193,7 +230,7 @@ struct Products {
           if (j + 4 <= kTiles) {  // by pieces of 16 bytes
             std::uint32_t words[4] = {word(j), word(j + 1), word(j + 2), word(j + 3)};
             turn_quad(words, lane);
-            const int column = (j + lane % 4) * 8;
+            const unsigned column = (j + lane % 4) * 8;
             if (row < count && (width == dim || column < dim)) {
               sm80::store_global_16(line + column,
                                     make_uint4(words[0], words[1], words[2], words[3]));
@@ -201,7 +238,7 @@ struct Products {
           } else {
 #pragma unroll
             for (int i = j; i < kTiles; ++i) {
-              const int column = i * 8 + lane % 4 * 2;
+              const unsigned column = i * 8 + lane % 4 * 2;
               if (row < count && (width == dim || column < dim)) {
                 *reinterpret_cast<std::uint32_t*>(line + column) = word(i);
               }

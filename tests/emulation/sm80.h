@@ -158,6 +158,18 @@ inline void cp_async_4(void* shared, const void* global, int bytes,
   emulation::copy_async<4>("cp_async_4", shared, global, bytes, site);
 }
 
+inline void cp_async_4(SharedAddress shared, const void* global, int bytes,
+                       emulation::Site site = emulation::Site::here()) {
+  emulation::copy_async<4>("cp_async_4", const_cast<void*>(emulation::shared_pointer(shared)),
+                           global, bytes, site);
+}
+
+inline uint4 load_shared_16(SharedAddress shared, emulation::Site site = emulation::Site::here()) {
+  const void* pointer = emulation::shared_pointer(shared);
+  emulation::check_shared(pointer, 16, 16, "load_shared_16", site);
+  return *static_cast<const uint4*>(pointer);
+}
+
 inline void store_global_16(void* global, const uint4& words,
                             emulation::Site site = emulation::Site::here()) {
   if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {

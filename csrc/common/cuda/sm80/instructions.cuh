@@ -40,10 +40,25 @@ __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* gl
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)
                : "memory");
+}
+
+// 16 bytes of shared memory, of which the address is a number. It is aligned to 16.
+__device__ __forceinline__ uint4 load_shared_16(SharedAddress shared) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared)
+               : "memory");
+  return words;
 }
 
 // 16 bytes to global memory in one store; the compiler may make four of what C++ says. The address
