@@ -45,7 +45,7 @@ def run(projected, bias, mask, d_gated, **settings):
         return out[name].view(torch.uint8).view(projected.dtype)
 
     grads = as_16("d_projected").view(projected.shape).unbind(3)
-    results = {"dk": grads[1], "dv": grads[2], "dgate": grads[3]}
+    results = dict(zip(NAMES, grads, strict=False))
     results["gated"] = as_16("gated").view(groups, rows, n, heads, dim)
     return results
 

@@ -48,20 +48,21 @@ inline unsigned cut_rows(const char* what, const Sizes& sizes, int rows, int pos
   return static_cast<unsigned>(blocks);
 }
 
-// Calls `call` with mode, width and the number of a tile of kAttendTiles as types.
-template <class Call>
+// Calls `call` with mode, width and the number of a tile of kAttendTiles as types; `of_warp` says
+// how many queries or keys a warp has.
+template <int (*of_warp)(int), class Call>
 void with_backward_tile(const char* what, const BackwardProblem& problem, Call call) {
   const Sizes& sizes = problem.sizes;
   if (sizes.positions() == 0 || sizes.heads == 0) return;
   with_mode_and_width(what, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr int kWidth = decltype(width_of)::value;
-    switch (backward_tile_of(sizes.n, kWidth)) {
+    switch (backward_tile_of(sizes.n, of_warp(kWidth))) {
       case 0:
         return call(mode_of, width_of, std::integral_constant<int, 0>());
       case 1:
         return call(mode_of, width_of, std::integral_constant<int, 1>());
       default:
-        if constexpr (kWidth <= 48) {
+        if constexpr (of_warp(kWidth) == 32) {
           return call(mode_of, width_of, std::integral_constant<int, 2>());
         }
     }

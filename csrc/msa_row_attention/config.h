@@ -38,14 +38,14 @@ constexpr int attend_tile_of(std::int64_t n, int width) {
   return width > 64 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
 }
 
-// The backward has the same tiles, of queries or of keys. A warp has half as many of them where two
-// sums and two operands of 32 would not fit into registers.
-constexpr int backward_rows_of_warp(int width) {
+// The backward has the same tiles, of queries or of keys. With keys a warp has two operands and two
+// sums in registers, so that fewer heads are narrow.
+constexpr int keys_of_warp(int width) {
   return width > 48 ? 16 : 32;
 }
 
-constexpr int backward_tile_of(std::int64_t n, int width) {
-  return width > 48 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
+constexpr int backward_tile_of(std::int64_t n, int of_warp) {
+  return n > 2 * of_warp ? 0 : n > of_warp || of_warp == 16 ? 1 : 2;
 }
 
 // Of the ring. One where short rows have a single tile to walk.

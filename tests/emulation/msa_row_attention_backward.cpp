@@ -4,6 +4,7 @@
 #include "emulation/driver.h"
 #include "msa_row_attention/attend_statistics_sm80.cu"
 #include "msa_row_attention/backward_keys_sm80.cu"
+#include "msa_row_attention/backward_queries_sm80.cu"
 
 namespace {
 
@@ -33,6 +34,7 @@ const emulation::Kernel backward("backward", [](Request& request) {
   p.row_dots = request.output<float>("row_dots", queries);
   attend_statistics_sm80(p, nullptr);
   backward_keys_sm80(p, nullptr);
+  backward_queries_sm80(p, nullptr);
 });
 
 }  // namespace
