@@ -47,6 +47,7 @@ def run(projected, bias, mask, d_gated, **settings):
     grads = as_16("d_projected").view(projected.shape).unbind(3)
     results = dict(zip(NAMES, grads, strict=False))
     results["gated"] = as_16("gated").view(groups, rows, n, heads, dim)
+    results["dbias"] = out["d_bias"].view(groups, heads, n, n)
     return results
 
 
@@ -155,6 +156,12 @@ def test_row_without_any_key_passes_no_gradient(n):
     got = check(given)
     for name in set(got) - {"dbias"}:
         assert (got[name][0, 1] == 0).all(), name
+
+
+@pytest.mark.parametrize("n", [20, 66])
+def test_slabs_of_rows(n):
+    """So many rows that blocks of the bias's gradient share them; the last ones have fewer."""
+    check(problem(1, 13, n, 1, 16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", MODES, ids=str)

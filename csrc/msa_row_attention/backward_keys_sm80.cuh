@@ -197,8 +197,8 @@ struct BackwardKeys {
       }
     }
     load_bias();
-    Product::template multiply<0>(weights, key, across);
-    Product::template multiply<kTileBytes>(gradients, value, across);
+    Product::multiply(weights, key, across, 0);
+    Product::multiply(gradients, value, across, kTileBytes);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 four = sm80::load_shared_16(numbers + j * 64);
@@ -216,9 +216,9 @@ struct BackwardKeys {
     }
     typename Product::Packed packed;
     Product::pack(packed, weights);
-    Product::template add<kTileBytes>(d_value, packed, down);
+    Product::add(d_value, packed, down, kTileBytes);
     Product::pack(packed, gradients);
-    Product::template add<0>(d_key, packed, down);
+    Product::add(d_key, packed, down, 0);
   }
 };
 

@@ -90,19 +90,19 @@ __device__ __forceinline__ sm80::SharedAddress number_of(const void* shared) {
 
 // Asks for 64 lines of a head's numbers, by `threads` threads; zeros for lines that `is_here` says
 // no of. `first` is line 0, `stride` elements before the next.
-template <int width, int threads, class IsHere>
+template <int width, int threads, int line_count = kKeys, class IsHere>
 __device__ __forceinline__ void copy_lines(sm80::SharedAddress to, const std::uint16_t* first,
                                            unsigned stride, unsigned dim, unsigned thread,
                                            IsHere is_here) {
   using Line = Lines<width>;
   constexpr int kLineStep = threads / Line::kPieceRoom;
   const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
-  if (piece >= Line::kPieces) return;
+  if (piece >= Line::kPieces || line >= line_count) return;
   const bool inside = width == dim || piece * 8 < dim;
   to += Line::piece_at(line, piece);
   first += line * stride + piece * 8;
 #pragma unroll
-  for (int i = 0; i < kKeys; i += kLineStep) {
+  for (int i = 0; i < line_count; i += kLineStep) {
     // Lines kLineStep apart have their pieces in the same order.
     sm80::cp_async_16(to + i * Line::kPitch, first + std::uint64_t{stride} * i,
                       inside && is_here(static_cast<int>(line) + i) ? 16 : 0);
@@ -144,7 +144,19 @@ struct Products {
     }
   }
 
-  // What a lane adds to the address of 16 lines, for the right operands of the next two.
+  // The same from lines in shared memory, `offset` bytes behind `at`.
+  static __device__ __forceinline__ void load(Fragments& rows, sm80::SharedAddress at, int offset) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        sm80::ldmatrix_x4(rows[m][s], Line::further(at, 2 * s) + offset + m * 16 * Line::kPitch);
+      }
+    }
+  }
+
+  // What a lane adds to the address of 16 lines, for operands: `across` where the lines
+  // are columns of a right one, `down` where they are rows of it, or of a left one.
   static __device__ __forceinline__ int across(unsigned lane) {
     return Line::piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
@@ -153,9 +165,8 @@ struct Products {
   }
 
   // weights += rows * lines^T, with the lines `offset` bytes behind `at`.
-  template <int offset>
   static __device__ __forceinline__ void multiply(Weights& weights, const Fragments& rows,
-                                                  sm80::SharedAddress at) {
+                                                  sm80::SharedAddress at, int offset) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       // Matrices of 8 lines by 8 numbers: two of the first lines, two of the next.
@@ -171,9 +182,8 @@ struct Products {
   }
 
   // sums += weights * lines
-  template <int offset>
   static __device__ __forceinline__ void add(Sums& sums, const Packed& weights,
-                                             sm80::SharedAddress at) {
+                                             sm80::SharedAddress at, int offset) {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       std::uint32_t four[4];

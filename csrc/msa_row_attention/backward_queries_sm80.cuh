@@ -193,8 +193,8 @@ struct BackwardQueries {
     }
     load_bias();
     if (some == 0) return;
-    Product::template multiply<0>(weights, query, across);
-    Product::template multiply<kTileBytes>(gradients, gradient, across);
+    Product::multiply(weights, query, across, 0);
+    Product::multiply(gradients, gradient, across, kTileBytes);
     if (some != 0xffff) remove_absent(weights, some);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -210,7 +210,7 @@ struct BackwardQueries {
     }
     typename Product::Packed packed;
     Product::pack(packed, gradients);
-    Product::template add<0>(d_query, packed, down);
+    Product::add(d_query, packed, down, 0);
   }
 
   __device__ __forceinline__ void remove_absent(typename Product::Weights& weights,

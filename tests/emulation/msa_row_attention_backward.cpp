@@ -3,6 +3,7 @@
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
 #include "msa_row_attention/attend_statistics_sm80.cu"
+#include "msa_row_attention/backward_bias_sm80.cu"
 #include "msa_row_attention/backward_keys_sm80.cu"
 #include "msa_row_attention/backward_queries_sm80.cu"
 
@@ -35,6 +36,10 @@ const emulation::Kernel backward("backward", [](Request& request) {
   attend_statistics_sm80(p, nullptr);
   backward_keys_sm80(p, nullptr);
   backward_queries_sm80(p, nullptr);
+  p.d_bias = request.output<float>("d_bias", s.groups * s.heads * s.n * s.n);
+  const std::int64_t partial = bias_partial_size(s, fused_ops::multiprocessors());
+  if (partial > 0) p.partial = request.output<float>("partial", partial);
+  backward_bias_sm80(p, nullptr);
 });
 
 }  // namespace
