@@ -30,8 +30,9 @@ struct BackwardBias {
   static constexpr int kBlockQueries = kWarpQueries * query_warps;
   static constexpr int kBlockKeys = kKeys * key_warps;
   static constexpr int kKeyBlocks = kKeys / 16;  // of a warp
-  static constexpr int kStages = stage_count;
-  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+  static constexpr int kStages = stage_count;    // 1 or 2
+  static constexpr int kRowsAtHand = 4;
+  static_assert(key_warps <= 2 && kStages <= 2);
   using Product = Products<mode, width, kM>;
   using Line = Lines<width>;
   static constexpr int kQueryBytes = kBlockQueries * Line::kPitch;
@@ -42,10 +43,11 @@ struct BackwardBias {
     unsigned char keys[2][kKeyBytes];       // keys, values
     // Of queries 8 apart: log_sums, row_dots.
     float statistics[kBlockQueries / 2][4];
-    std::uint64_t here[2];  // which of the keys are there
   };
   struct Shared {
     Stage stages[kStages];
+    // Which of the block's keys are there in a row, of the rows in work and the next ones.
+    alignas(16) std::uint64_t here[kRowsAtHand][2];
   };
   static constexpr int kStageBytes = sizeof(Stage);
   static constexpr int kKeysAt = 2 * kQueryBytes;
@@ -69,10 +71,6 @@ struct BackwardBias {
       return {block / p.slabs, block % p.slabs, head, static_cast<int>(query_tile) * kBlockQueries,
               static_cast<int>(key_tile) * key_warps};
     }
-  };
-
-  struct Words {
-    std::uint64_t of[key_warps];  // which of the block's keys are there
   };
 
   const BackwardBiasParams& p;
@@ -109,25 +107,38 @@ struct BackwardBias {
         .all((std::int64_t{block.group} * p.heads + block.head) * p.blocks);
   }
 
-  __device__ __forceinline__ Words words_of(int row) const {
-    Words words;
-#pragma unroll
-    for (int i = 0; i < key_warps; ++i) {
-      words.of[i] = row < count ? p.mask_word(first_row + row, first_tile + i) : 0;
-    }
-    return words;
+  static __device__ __forceinline__ std::uint64_t (&here_of(int row))[2] {
+    return shared_memory<Shared>().here[row % kRowsAtHand];
   }
 
-  // Asks for what belongs to a row; zeros for keys and values that are not there.
-  __device__ __forceinline__ void copy(int row, int stage, const Words& words) const {
+  // Asks for a row's mask; without one all keys are there.
+  __device__ __forceinline__ void copy_mask(int row) const {
     const unsigned me = again();
-    std::uint64_t any = 0;
-#pragma unroll
-    for (int i = 0; i < key_warps; ++i) {
-      if (me == 0) shared_memory<Shared>().stages[stage].here[i] = words.of[i];
-      any |= words.of[i];
+    if (me >= 4) return;
+    const int tile = first_tile + static_cast<int>(me / 2);
+    auto* to = reinterpret_cast<std::uint32_t*>(here_of(row)) + me;
+    const bool some = row < count && tile < p.tiles && me / 2 < key_warps;
+    if (p.present) {
+      const auto* words = reinterpret_cast<const std::uint32_t*>(p.present);
+      const std::int64_t at = some ? ((first_row + row) * p.tiles + tile) * 2 + me % 2 : 0;
+      sm80::cp_async_4(to, words + at, some ? 4 : 0);
+    } else {
+      const std::uint64_t word = some ? p.mask_word(0, tile) : 0;
+      *to = static_cast<std::uint32_t>(word >> (me % 2 * 32));
     }
-    if (any != 0) {
+  }
+
+  // Asks for what belongs to a row, whose mask is at hand, and for the next one's mask; zeros for
+  // keys and values that are not there.
+  __device__ __forceinline__ void copy(int row, int stage) const {
+    copy_mask(row + 1);
+    const unsigned me = again();
+    const std::uint64_t (&here)[2] = here_of(row);
+    if ((here[0] | here[1]) != 0) {
+      // Computed again for each row, like all that follows from the thread's number: addresses that
+      // stay in registers make the products spill.
+      const int first_query = sm80::opaque(this->first_query);
+      const int first_tile = sm80::opaque(this->first_tile);
       const int left = p.n - first_query;
       const RowTile at{0, head, 0, true, first_row + row};
       const Place place = at.place(p);
@@ -138,9 +149,8 @@ struct BackwardBias {
       copy_lines<width, kThreads, kBlockQueries>(to + kQueryBytes,
                                                  p.d_attended + place.attended(first_query),
                                                  p.width, p.dim, me, is_here);
-      const auto is_there = [&words](int key) {
-        const std::uint64_t word = key < kKeys ? words.of[0] : words.of[key_warps - 1];
-        return (word >> (key % kKeys) & 1) != 0;
+      const auto is_there = [&here](int key) {
+        return (here[key / kKeys] >> (key % kKeys) & 1) != 0;
       };
       const std::uint16_t* key = p.projected + place.projected(first_tile * kKeys, 1);
       copy_lines<width, kThreads, kBlockKeys>(to + kKeysAt, key, 4 * p.width, p.dim, me, is_there);
@@ -163,27 +173,24 @@ struct BackwardBias {
   float total[kKeyBlocks][kM][2][4];
 
   __device__ __forceinline__ void all(std::int64_t first_line) {
-    static_assert(key_warps <= 2);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) copy(i, i, words_of(i));
-    Words words = words_of(kAhead);  // of the next row to be copied
+    copy_mask(0);
+    sm80::cp_async_commit();
+    sm80::cp_async_wait<0>();
+    __syncthreads();
+    copy(0, 0);
     load_bias(first_line);
     int stage = 0;
     for (int row = 0; row < count; ++row) {
-      sm80::cp_async_wait<kAhead - 1>();
+      sm80::cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1) {
-        copy(row + kAhead, stage == 0 ? kStages - 1 : stage - 1, words);
-        words = words_of(row + kAhead + 1);
-      }
-      const std::uint64_t here = shared_memory<Shared>().stages[stage].here[key_warp(again())];
+      if (kStages > 1) copy(row + 1, 1 - stage);
+      const std::uint64_t here = here_of(row)[key_warp(again())];
       if (here != 0) add_row(lines + stage * kStageBytes, here);
       if (kStages == 1) {
         __syncthreads();
-        copy(row + 1, 0, words);
-        words = words_of(row + 2);
+        copy(row + 1, 0);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      stage = kStages - 1 - stage;
     }
     sm80::cp_async_wait<0>();
     store();

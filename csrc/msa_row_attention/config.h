@@ -70,7 +70,7 @@ struct BiasTile {
 constexpr BiasTile bias_tile(int width, bool large) {
   return width > 64   ? BiasTile{4, 1, 1, 1, 2}
          : !large     ? BiasTile{4, 1, 1, 2, width > 32 ? 2 : 3}
-         : width > 32 ? BiasTile{2, 2, 2, 2, 2}
+         : width > 32 ? BiasTile{4, 2, 1, 2, 1}
                       : BiasTile{8, 2, 1, 2, 1};
 }
 
