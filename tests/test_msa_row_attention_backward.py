@@ -18,12 +18,12 @@ NAMES = ("dq", "dk", "dv", "dgate", "gated", "dbias")
 def run(projected, bias, mask, d_gated, **settings):
     """Gradients by name, (groups, rows, N, heads, d); dbias (groups, heads, N, N)."""
     groups, rows, n, _, heads, dim = projected.shape
+    beyond = pack_bias(torch.zeros_like(bias)).isnan()
+    packed = pack_bias((bias * math.sqrt(dim)).to(projected.dtype))
+    # Zeros beyond N, as the kernel of the bias stores them.
     inputs = {
         "projected": projected,
-        # Zeros beyond N, as the kernel of the bias stores them.
-        "bias": pack_bias((bias * math.sqrt(dim)).to(projected.dtype)).nan_to_num_(
-            nan=0.0, posinf=math.inf, neginf=-math.inf
-        ),
+        "bias": packed.masked_fill(beyond, 0.0),
         "d_gated": d_gated,
     }
     if mask is not None:
@@ -193,6 +193,30 @@ def test_nan_of_absent_keys_reaches_nothing(n):
     got = run(changed, bias, mask, d_gated)
     for name, result in got.items():
         assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value", "gate", "bias", "d_gated"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_inf_reach_the_same_places(where, bad):
+    """And no others: of keys that are there, for what stands at absent ones is cut off."""
+    projected, bias, mask = problem(1, 3, 70, 1, 32, torch.bfloat16)
+    mask[0, 0] = True
+    mask[0, 1, 5:40] = False
+    d_gated = torch.randn(1, 3, 70, 1, 32).bfloat16()
+    if where == "bias":
+        mask[:, 1:, 66] = False  # a map's entry, in a single row
+        bias[0, 0, 3, 66] = bad
+    elif where == "d_gated":
+        d_gated[0, 0, 5, 0, 0] = bad
+    else:
+        # Without a dot product that is zero, or infinite of both signs.
+        projected[0, 0, :, :3, :, 0] = projected[0, 0, :, :3, :, 0].abs() + 1
+        d_gated[0, 0, :, 0, 0] = d_gated[0, 0, :, 0, 0].abs() + 1
+        projected[0, 0, 5, ["query", "key", "value", "gate"].index(where), 0, 0] = bad
+    got = run(projected, bias, mask, d_gated)
+    expected = truth(projected, bias, mask, d_gated)
+    for name, result in got.items():
+        assert torch.equal(result.isfinite(), expected[name].isfinite()), name
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -25,6 +25,9 @@ void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
                    " must be given less at a time");
   FO_CHECK_RUNTIME(slabs == 1 || problem.partial, kBias, " must be given room for sums of slabs");
   p.sums = slabs == 1 ? problem.d_bias : problem.partial;
+  p.attended_stride = sizes.n * sizes.width();
+  p.projected_stride = 4 * p.attended_stride;
+  p.statistic_stride = sizes.n * sizes.heads;
   p.key_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockKeys));
   p.query_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockQueries));
   p.slabs = static_cast<unsigned>(slabs);

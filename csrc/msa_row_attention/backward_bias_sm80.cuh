@@ -15,6 +15,10 @@ namespace fused_ops::msa_row_attention {
 
 struct BackwardBiasParams : BackwardParams {
   float* sums = nullptr;  // (slabs, groups, heads, N, N)
+  // From a row to the next one, in numbers.
+  std::int64_t projected_stride = 0;
+  std::int64_t attended_stride = 0;
+  std::int64_t statistic_stride = 0;
   unsigned key_tiles = 0;
   unsigned query_tiles = 0;
   unsigned slabs = 0;
@@ -76,11 +80,16 @@ struct BackwardBias {
   const BackwardBiasParams& p;
   sm80::SharedAddress lines;  // of the first stage
   unsigned thread;
-  unsigned head;
   int first_query;
   int first_tile;
   std::int64_t first_row;
   int count;  // of rows
+  // The thread's first piece of queries, gradients and keys, and its number of a query, of the next
+  // row that is asked for.
+  const std::uint16_t* query_piece;
+  const std::uint16_t* gradient_piece;
+  const std::uint16_t* key_piece;
+  const float* statistic;
 
   __device__ __forceinline__ unsigned again() const {
     return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
@@ -94,16 +103,25 @@ struct BackwardBias {
 
   static __device__ __forceinline__ void run(const BackwardBiasParams& p) {
     const Block block = Block::of(p);
+    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
     const unsigned first = block.slab * p.rows_of_slab;
     const unsigned end = min(first + p.rows_of_slab, p.rows);
+    const std::int64_t row = std::int64_t{block.group} * p.rows + first;
+    const Place place{p, static_cast<std::uint64_t>(row) * static_cast<unsigned>(p.n), block.head};
+    const unsigned line = thread / Line::kPieceRoom, column = thread % Line::kPieceRoom * 8;
+    const unsigned query = block.first_query + line;
+    const float* statistics = thread / kBlockQueries == 0 ? p.log_sums : p.row_dots;
     BackwardBias{p,
                  number_of(&shared_memory<Shared>()),
-                 static_cast<unsigned>(sm80::opaque(thread_index())),
-                 block.head,
+                 thread,
                  block.first_query,
                  block.first_tile,
-                 std::int64_t{block.group} * p.rows + first,
-                 static_cast<int>(end - first)}
+                 row,
+                 static_cast<int>(end - first),
+                 p.projected + place.projected(query, 0) + column,
+                 p.d_attended + place.attended(query) + column,
+                 p.projected + place.projected(block.first_tile * kKeys + line, 1) + column,
+                 statistics + place.statistic(block.first_query + thread % kBlockQueries)}
         .all((std::int64_t{block.group} * p.heads + block.head) * p.blocks);
   }
 
@@ -128,45 +146,47 @@ struct BackwardBias {
     }
   }
 
-  // Asks for what belongs to a row, whose mask is at hand, and for the next one's mask; zeros for
-  // keys and values that are not there.
-  __device__ __forceinline__ void copy(int row, int stage) const {
+  // Asks for what belongs to the next row, whose mask is at hand, and for the mask of the one after
+  // it; zeros for keys and values that are not there.
+  __device__ __forceinline__ void copy(int row, int stage) {
     copy_mask(row + 1);
-    const unsigned me = again();
     const std::uint64_t (&here)[2] = here_of(row);
     if ((here[0] | here[1]) != 0) {
-      // Computed again for each row, like all that follows from the thread's number: addresses that
-      // stay in registers make the products spill.
-      const int first_query = sm80::opaque(this->first_query);
-      const int first_tile = sm80::opaque(this->first_tile);
+      const unsigned me = again();
+      const unsigned piece = me % Line::kPieceRoom, line = me / Line::kPieceRoom;
+      const bool inside = width == p.dim || piece * 8 < p.dim;
       const int left = p.n - first_query;
-      const RowTile at{0, head, 0, true, first_row + row};
-      const Place place = at.place(p);
       const auto to = lines + stage * kStageBytes;
+      const auto at = to + Line::piece_at(line, piece);
       const auto is_here = [left](int query) { return query < left; };
-      copy_lines<width, kThreads, kBlockQueries>(to, p.projected + place.projected(first_query, 0),
-                                                 4 * p.width, p.dim, me, is_here);
-      copy_lines<width, kThreads, kBlockQueries>(to + kQueryBytes,
-                                                 p.d_attended + place.attended(first_query),
-                                                 p.width, p.dim, me, is_here);
+      if (piece < Line::kPieces && line < kBlockQueries) {
+        copy_pieces<width, kThreads, kBlockQueries>(at, query_piece, 4 * p.width, inside, line,
+                                                    is_here);
+        copy_pieces<width, kThreads, kBlockQueries>(at + kQueryBytes, gradient_piece, p.width,
+                                                    inside, line, is_here);
+      }
       const auto is_there = [&here](int key) {
         return (here[key / kKeys] >> (key % kKeys) & 1) != 0;
       };
-      const std::uint16_t* key = p.projected + place.projected(first_tile * kKeys, 1);
-      copy_lines<width, kThreads, kBlockKeys>(to + kKeysAt, key, 4 * p.width, p.dim, me, is_there);
-      copy_lines<width, kThreads, kBlockKeys>(to + kKeysAt + kKeyBytes, key + p.width, 4 * p.width,
-                                              p.dim, me, is_there);
-#pragma unroll
-      for (int i = 0; i < 2 * kBlockQueries; i += kThreads) {
-        const unsigned which = (me + i) / kBlockQueries, query = (me + i) % kBlockQueries;
-        if (me + i >= 2 * kBlockQueries) continue;
+      if (piece < Line::kPieces && line < kBlockKeys) {
+        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside, line,
+                                                 is_there);
+        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
+                                                 4 * p.width, inside, line, is_there);
+      }
+      static_assert(2 * kBlockQueries <= kThreads);
+      if (me < 2 * kBlockQueries) {
+        const unsigned which = me / kBlockQueries, query = me % kBlockQueries;
         sm80::cp_async_4(
             to + kStatisticsAt + (query / 16 * 8 + query % 8) * 16 + query / 8 % 2 * 4 + which * 8,
-            (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first_query) + query,
-            is_here(static_cast<int>(query)) ? 4 : 0);
+            statistic, is_here(static_cast<int>(query)) ? 4 : 0);
       }
     }
     sm80::cp_async_commit();
+    query_piece += p.projected_stride;
+    gradient_piece += p.attended_stride;
+    key_piece += p.projected_stride;
+    statistic += p.statistic_stride;
   }
 
   uint4 bias[kM][kKeyBlocks];

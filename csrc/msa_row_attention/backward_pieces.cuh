@@ -88,25 +88,33 @@ __device__ __forceinline__ sm80::SharedAddress number_of(const void* shared) {
       sm80::opaque(static_cast<int>(sm80::shared_address(shared))));
 }
 
-// Asks for 64 lines of a head's numbers, by `threads` threads; zeros for lines that `is_here` says
-// no of. `first` is line 0, `stride` elements before the next.
-template <int width, int threads, int line_count = kKeys, class IsHere>
+// Asks for a thread's pieces of a head's lines, of which it has every kLineStep-th from `line` on;
+// zeros for those that `is_here` says no of. `from` is in the first of them, and `to`; `stride`
+// elements before the next line. `inside`: whether the head is so wide.
+template <int width, int threads, int line_count, class IsHere>
+__device__ __forceinline__ void copy_pieces(sm80::SharedAddress to, const std::uint16_t* from,
+                                            unsigned stride, bool inside, unsigned line,
+                                            IsHere is_here) {
+  constexpr int kLineStep = threads / Lines<width>::kPieceRoom;
+#pragma unroll
+  for (int i = 0; i < line_count; i += kLineStep) {
+    // Lines kLineStep apart have their pieces in the same order.
+    sm80::cp_async_16(to + i * Lines<width>::kPitch, from + std::uint64_t{stride} * i,
+                      inside && is_here(static_cast<int>(line) + i) ? 16 : 0);
+  }
+}
+
+// Asks for 64 lines of a head's numbers, by `threads` threads. `first` is line 0.
+template <int width, int threads, class IsHere>
 __device__ __forceinline__ void copy_lines(sm80::SharedAddress to, const std::uint16_t* first,
                                            unsigned stride, unsigned dim, unsigned thread,
                                            IsHere is_here) {
   using Line = Lines<width>;
-  constexpr int kLineStep = threads / Line::kPieceRoom;
   const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
-  if (piece >= Line::kPieces || line >= line_count) return;
-  const bool inside = width == dim || piece * 8 < dim;
-  to += Line::piece_at(line, piece);
-  first += line * stride + piece * 8;
-#pragma unroll
-  for (int i = 0; i < line_count; i += kLineStep) {
-    // Lines kLineStep apart have their pieces in the same order.
-    sm80::cp_async_16(to + i * Line::kPitch, first + std::uint64_t{stride} * i,
-                      inside && is_here(static_cast<int>(line) + i) ? 16 : 0);
-  }
+  if (piece >= Line::kPieces) return;
+  copy_pieces<width, threads, kKeys>(to + Line::piece_at(line, piece),
+                                     first + line * stride + piece * 8, stride,
+                                     width == dim || piece * 8 < dim, line, is_here);
 }
 
 // Products of a warp's kM * 16 rows, which are fragments in registers, with 16 lines.
