@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "msa_row_attention/add_slabs_sm80.cuh"
 #include "msa_row_attention/backward_launch.cuh"
 
 namespace fused_ops::msa_row_attention {
@@ -16,6 +17,7 @@ void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
   using Kernel = BackwardBias<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
                               kTile.stages>;
   static_assert(Kernel::kBlockQueries == kTile.queries() && Kernel::kBlockKeys == kTile.keys());
+  static_assert(sizeof(typename Kernel::Shared) <= 99 * 1024, "what the least of our devices have");
   const Sizes& sizes = problem.sizes;
   BackwardBiasParams p;
   static_cast<BackwardParams&>(p) = params_of(problem);

@@ -52,6 +52,10 @@ struct BackwardBias {
     Stage stages[kStages];
     // Which of the block's keys are there in a row, of the rows in work and the next ones.
     alignas(16) std::uint64_t here[kRowsAtHand][2];
+    // What rows are asked for with: here it occupies no registers.
+    std::int64_t first_row;
+    std::int64_t keys_from_queries;  // from a thread's piece of queries to that of keys
+    int first_tile;
   };
   static constexpr int kStageBytes = sizeof(Stage);
   static constexpr int kKeysAt = 2 * kQueryBytes;
@@ -81,14 +85,11 @@ struct BackwardBias {
   sm80::SharedAddress lines;  // of the first stage
   unsigned thread;
   int first_query;
-  int first_tile;
-  std::int64_t first_row;
   int count;  // of rows
-  // The thread's first piece of queries, gradients and keys, and its number of a query, of the next
-  // row that is asked for.
+  // The thread's first piece of queries and gradients, and its number of a query, of the next row
+  // that is asked for.
   const std::uint16_t* query_piece;
   const std::uint16_t* gradient_piece;
-  const std::uint16_t* key_piece;
   const float* statistic;
 
   __device__ __forceinline__ unsigned again() const {
@@ -115,14 +116,11 @@ struct BackwardBias {
                  number_of(&shared_memory<Shared>()),
                  thread,
                  block.first_query,
-                 block.first_tile,
-                 row,
                  static_cast<int>(end - first),
                  p.projected + place.projected(query, 0) + column,
                  p.d_attended + place.attended(query) + column,
-                 p.projected + place.projected(block.first_tile * kKeys + line, 1) + column,
                  statistics + place.statistic(block.first_query + thread % kBlockQueries)}
-        .all((std::int64_t{block.group} * p.heads + block.head) * p.blocks);
+        .all(block, row);
   }
 
   static __device__ __forceinline__ std::uint64_t (&here_of(int row))[2] {
@@ -133,12 +131,13 @@ struct BackwardBias {
   __device__ __forceinline__ void copy_mask(int row) const {
     const unsigned me = again();
     if (me >= 4) return;
-    const int tile = first_tile + static_cast<int>(me / 2);
+    const auto& shared = shared_memory<Shared>();
+    const int tile = shared.first_tile + static_cast<int>(me / 2);
     auto* to = reinterpret_cast<std::uint32_t*>(here_of(row)) + me;
     const bool some = row < count && tile < p.tiles && me / 2 < key_warps;
     if (p.present) {
       const auto* words = reinterpret_cast<const std::uint32_t*>(p.present);
-      const std::int64_t at = some ? ((first_row + row) * p.tiles + tile) * 2 + me % 2 : 0;
+      const std::int64_t at = some ? ((shared.first_row + row) * p.tiles + tile) * 2 + me % 2 : 0;
       sm80::cp_async_4(to, words + at, some ? 4 : 0);
     } else {
       const std::uint64_t word = some ? p.mask_word(0, tile) : 0;
@@ -169,6 +168,7 @@ struct BackwardBias {
         return (here[key / kKeys] >> (key % kKeys) & 1) != 0;
       };
       if (piece < Line::kPieces && line < kBlockKeys) {
+        const std::uint16_t* key_piece = query_piece + shared_memory<Shared>().keys_from_queries;
         copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside, line,
                                                  is_there);
         copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
@@ -185,20 +185,26 @@ struct BackwardBias {
     sm80::cp_async_commit();
     query_piece += p.projected_stride;
     gradient_piece += p.attended_stride;
-    key_piece += p.projected_stride;
     statistic += p.statistic_stride;
   }
 
   uint4 bias[kM][kKeyBlocks];
   float total[kKeyBlocks][kM][2][4];
 
-  __device__ __forceinline__ void all(std::int64_t first_line) {
+  __device__ __forceinline__ void all(const Block& block, std::int64_t first_row) {
+    if (thread == 0) {
+      shared_memory<Shared>().first_row = first_row;
+      shared_memory<Shared>().first_tile = block.first_tile;
+      shared_memory<Shared>().keys_from_queries =
+          std::int64_t{block.first_tile * kKeys - first_query} * (4 * p.width) + p.width;
+    }
+    __syncthreads();
     copy_mask(0);
     sm80::cp_async_commit();
     sm80::cp_async_wait<0>();
     __syncthreads();
     copy(0, 0);
-    load_bias(first_line);
+    load_bias(block);
     int stage = 0;
     for (int row = 0; row < count; ++row) {
       sm80::cp_async_wait<0>();
@@ -217,9 +223,10 @@ struct BackwardBias {
   }
 
   // Queries and keys that do not exist have others' bias.
-  __device__ __forceinline__ void load_bias(std::int64_t first_line) {
+  __device__ __forceinline__ void load_bias(const Block& block) {
+    const std::int64_t first_line = (std::int64_t{block.group} * p.heads + block.head) * p.blocks;
     const int query_block = (first_query + query_warp(thread) * kWarpQueries) / kBiasBlock;
-    const int tile = min(first_tile + key_warp(thread), p.tiles - 1);
+    const int tile = min(block.first_tile + key_warp(thread), p.tiles - 1);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       const std::int64_t line = first_line + min(query_block + m, p.blocks - 1);
@@ -241,16 +248,7 @@ struct BackwardBias {
     const auto queries = stage + first * Line::kPitch + Product::down(lane);
     Product::load(query, queries, 0);
     Product::load(gradient, queries, kQueryBytes);
-    float log_sums[kM][2], row_dots[kM][2];
     const auto statistics = stage + kStatisticsAt + first * 8 + lane / 4 * 16;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      const uint4 four = sm80::load_shared_16(statistics + m * 128);
-      log_sums[m][0] = __uint_as_float(four.x);
-      log_sums[m][1] = __uint_as_float(four.y);
-      row_dots[m][0] = __uint_as_float(four.z);
-      row_dots[m][1] = __uint_as_float(four.w);
-    }
     const auto keys =
         stage + kKeysAt + key_warp(me) * (kKeys * Line::kPitch) + Product::across(lane);
 #pragma unroll
@@ -272,6 +270,16 @@ struct BackwardBias {
       }
       Product::multiply(weights, query, keys, b * 16 * Line::kPitch);
       Product::multiply(gradients, gradient, keys, kKeyBytes + b * 16 * Line::kPitch);
+      // Read again for each block of keys: registers are scarce.
+      float log_sums[kM][2], row_dots[kM][2];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const uint4 four = sm80::load_shared_16(statistics + m * 128);
+        log_sums[m][0] = __uint_as_float(four.x);
+        log_sums[m][1] = __uint_as_float(four.y);
+        row_dots[m][0] = __uint_as_float(four.z);
+        row_dots[m][1] = __uint_as_float(four.w);
+      }
       const std::uint32_t some = static_cast<std::uint32_t>(here >> (b * 16)) & 0xffff;
       const std::uint32_t mine = some >> (2 * (lane % 4));
 #pragma unroll
@@ -359,26 +367,6 @@ __global__ void __launch_bounds__(32 * query_warps * key_warps,
                                                                               : 1)
     backward_bias_kernel(const __grid_constant__ BackwardBiasParams params) {
   BackwardBias<mode, width, query_warps, key_warps, query_tiles, stage_count>::run(params);
-}
-
-struct AddSlabsParams {
-  const float* partial = nullptr;  // (slabs, size)
-  float* sums = nullptr;           // (size)
-  std::int64_t size = 0;
-  int slabs = 0;
-};
-
-constexpr int kAddSlabsThreads = 256;
-
-__global__ void __launch_bounds__(kAddSlabsThreads)
-    add_slabs_kernel(const __grid_constant__ AddSlabsParams p) {
-  const std::int64_t threads = std::int64_t{gridDim.x} * kAddSlabsThreads;
-  std::int64_t at = std::int64_t{blockIdx.x} * kAddSlabsThreads + thread_index();
-  for (; at < p.size; at += threads) {
-    float sum = 0.0f;
-    for (int slab = 0; slab < p.slabs; ++slab) sum += p.partial[slab * p.size + at];
-    p.sums[at] = sum;
-  }
 }
 
 }  // namespace fused_ops::msa_row_attention
