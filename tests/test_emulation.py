@@ -36,6 +36,7 @@ PLANTED = {
     "not_transposed": None,
     "unaligned_copy": r"cp_async_16: the address in global memory is not aligned",
     "unaligned_matrix": r"ldmatrix_x4: the address in shared memory is not aligned",
+    "unaligned_load": r"load_shared_16: the address in shared memory is not aligned",
     "unaligned_store": r"faults\.cpp:\d+:\d+: runtime error: store to misaligned address",
     "divergent_barrier": r"divergent block: one thread is in __syncthreads",
     "divergent_warp": r"divergent warp: one lane is in mma_f16",
@@ -269,6 +270,20 @@ def test_ldmatrix(trans):
         for lane in range(32):
             pair = m[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2]
             assert fragments[lane, matrix].tolist() == pair.tolist()
+
+
+def test_shared_words():
+    words = torch.arange(128, dtype=torch.int32).view(32, 4) + 1000
+    out = driver("instructions").run("shared_load", {"words": words})["out"]
+    words[:, 3] = 0  # of no bytes
+    assert torch.equal(out.view(torch.int32).view(32, 4), words)
+
+
+def test_transpose_8x8():
+    """Row after row, two to a lane, is the order that fragments have."""
+    matrix = torch.arange(64, dtype=torch.int16).view(8, 8) * 101
+    run = driver("instructions").run("transpose", {"rows": matrix})
+    assert torch.equal(run["columns"].view(torch.int16).view(8, 8), matrix.T)
 
 
 def hard_numbers():

@@ -75,7 +75,7 @@ void with_fp32_tile(const AttendProblem& problem, CUstream_st* stream) {
 template <Mode mode>
 void with_fp32_mode(const AttendProblem& problem, CUstream_st* stream) {
   with_width(problem.sizes.dim, [&](auto width_of) {
-    with_fp32_tile<mode, decltype(width_of)::kWidth>(problem, stream);
+    with_fp32_tile<mode, decltype(width_of)::value>(problem, stream);
   });
 }
 

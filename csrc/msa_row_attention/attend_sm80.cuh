@@ -9,13 +9,9 @@
 // product with v.
 #pragma once
 
-#include "common/cuda/sm80/stored.cuh"
-#include "msa_row_attention/config.h"
-#include "msa_row_attention/msa_row_attention.h"
+#include "msa_row_attention/lines.cuh"
 
 namespace fused_ops::msa_row_attention {
-
-constexpr int kKeys = 64;  // of a tile: as many as a word of the mask has bits
 
 struct AttendParams {
   const std::uint16_t* projected = nullptr;
@@ -35,26 +31,57 @@ struct AttendParams {
   float slack_scale = 0.0f;  // 1 / logit_scale
 };
 
-template <Mode mode>
-__device__ __forceinline__ float2 unpack_16(std::uint32_t word) {
-  return mode == Mode::kBFloat16 ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
-}
+// What the forward makes of the sums.
+struct GatedResult {
+  using Params = AttendParams;
 
-template <Mode mode>
-__device__ __forceinline__ std::uint32_t pack_16(float low, float high) {
-  return mode == Mode::kBFloat16 ? sm80::pack_bf16(low, high) : sm80::pack_f16(low, high);
-}
-
-template <Mode mode>
-__device__ __forceinline__ void multiply_16(float (&d)[4], const std::uint32_t (&a)[4],
-                                            const std::uint32_t (&b)[2]) {
-  mode == Mode::kBFloat16 ? sm80::mma_bf16(d, a, b) : sm80::mma_f16(d, a, b);
-}
+  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
+  template <bool whole, class Kernel>
+  static __device__ __forceinline__ void store(const Kernel& of, bool any) {
+    constexpr int kM = Kernel::kM, kTiles = Kernel::kTiles;
+    const AttendParams& p = of.p;
+    const unsigned lane = of.lane();
+    std::uint32_t gates[kM][2][kTiles];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::uint16_t* line = of.projected(of.query_at(m, h), 3);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          gates[m][h][j] =
+              of.template load_two<whole>(line, of.query_at(m, h) < p.n, j * 8 + lane % 4 * 2);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = of.query_at(m, h);
+        const float inverse = sm80::reciprocal_approx(of.sums[m][2 * h]);
+        std::uint16_t* out = p.out + (std::int64_t{of.row} * p.n + at) * p.width + of.head * p.dim;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          const int column = j * 8 + lane % 4 * 2;
+          const float2 gate = unpack_16<Kernel::kMode>(gates[m][h][j]);
+          const float x = of.total[m][j][2 * h] * inverse * sigmoid(gate.x);
+          const float y = of.total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
+          if (!whole && (at >= p.n || !of.is_inside(column))) continue;
+          *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<Kernel::kMode>(x, y) : 0;
+        }
+      }
+    }
+  }
+};
 
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
-// 16 * `query_tiles` * `query_warps` queries.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+// 16 * `query_tiles` * `query_warps` queries. `End` stores what comes of them.
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          class End = GatedResult>
 struct Attend {
+  using Params = typename End::Params;
+  static constexpr Mode kMode = mode;
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
   static constexpr int kM = query_tiles;  // of 16 queries, of a warp
@@ -62,15 +89,14 @@ struct Attend {
   static constexpr int kStages = stage_count;  // 1: for a single tile of keys
   static_assert(kStages == 1 || kStages == 2);
   static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
-  // Of lines of keys and values in shared memory, in bytes.
-  static constexpr int kPitch = width == 48 ? 112 : width * 2;
-  static constexpr int kPieces = width / 8;  // of 16 bytes
+  using Line = Lines<width>;  // of keys and values in shared memory
+  static constexpr int kPitch = Line::kPitch;
   static constexpr int kSteps = width / 16;
   static constexpr int kTiles = width / 8;  // of results
   static constexpr int kStep = 16;          // keys at a time
   static constexpr float kMinusInfinity = -__builtin_huge_valf();
   // A thread has one piece of a line, of every kKeyStep-th line.
-  static constexpr int kPieceRoom = kPieces <= 2 ? 2 : kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : 16;
+  static constexpr int kPieceRoom = Line::kPieceRoom;
   static constexpr int kKeyStep = kRowThreads / kPieceRoom;
 
   static constexpr int kStageBytes = row_count * 2 * kKeys * kPitch;
@@ -82,14 +108,11 @@ struct Attend {
 
   static constexpr int kTileBlocks = kKeys / kBiasBlock;
 
-  // Where a piece of a line is: pieces of eight lines, one below the other, lie in different banks.
   static __device__ __forceinline__ unsigned piece_at(unsigned key, unsigned piece) {
-    constexpr int kLines = width >= 64 ? 1 : 64 / width;  // of 128 bytes
-    if (width != 48) piece ^= key / kLines % (kPieces < 8 ? kPieces : 8);
-    return key * kPitch + piece * 16;
+    return Line::piece_at(key, piece);
   }
 
-  const AttendParams& p;
+  const Params& p;
   // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
   sm80::SharedAddress lines;
   unsigned thread;  // not signed: cheaper to divide
@@ -114,7 +137,7 @@ struct Attend {
 
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
-  static __device__ __forceinline__ void run(const AttendParams& p) {
+  static __device__ __forceinline__ void run(const Params& p) {
     const unsigned index = thread_index();  // by a detour, else it is read again and again
     const unsigned thread = __shfl_sync(0xffffffff, index, index % 32);
     const unsigned slot = row_count == 1 ? 0 : thread / kRowThreads;
@@ -264,7 +287,7 @@ struct Attend {
     }
     sm80::cp_async_wait<0>();
     if (!exists) return;
-    is_whole() ? store<true>(any) : store<false>(any);
+    is_whole() ? End::template store<true>(*this, any) : End::template store<false>(*this, any);
   }
 
   __device__ __forceinline__ void clear() {
@@ -335,11 +358,9 @@ struct Attend {
     }
   }
 
-  // The lane's line and first piece of 16 lines, of which `across` lie in a column of matrices;
-  // and a piece further on, an even number of them.
   static __device__ __forceinline__ sm80::SharedAddress further(sm80::SharedAddress at,
                                                                 int pieces) {
-    return width == 48 ? at + pieces * 16 : at ^ (pieces * 16);
+    return Line::further(at, pieces);
   }
 
   __device__ __forceinline__ void multiply_keys(Logits& logits, sm80::SharedAddress keys) const {
@@ -476,53 +497,15 @@ struct Attend {
       }
     }
   }
-
-  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
-  template <bool whole>
-  __device__ __forceinline__ void store(bool any) const {
-    std::uint32_t gates[kM][2][kTiles];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const std::uint16_t* line = projected(query_at(m, h), 3);
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          gates[m][h][j] = load_two<whole>(line, query_at(m, h) < p.n, j * 8 + lane() % 4 * 2);
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = query_at(m, h);
-        const float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
-        std::uint16_t* out = p.out + (std::int64_t{row} * p.n + at) * p.width + head * p.dim;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          const int column = j * 8 + lane() % 4 * 2;
-          const float2 gate = unpack_16<mode>(gates[m][h][j]);
-          const float x = total[m][j][2 * h] * inverse * sigmoid(gate.x);
-          const float y = total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
-          if (!whole && (at >= p.n || !is_inside(column))) continue;
-          *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<mode>(x, y) : 0;
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ float sigmoid(float x) {
-    return sm80::reciprocal_approx(1.0f + sm80::exp2_approx(-kLog2E * x));
-  }
 };
 
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          class End = GatedResult>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
                                   (width <= 32 ? 512 : 256) / (32 * query_warps * row_count))
-    attend_kernel(const __grid_constant__ AttendParams params) {
-  Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
+    attend_kernel(const __grid_constant__ typename End::Params params) {
+  Attend<mode, width, row_count, query_warps, query_tiles, stage_count, End>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -49,6 +49,84 @@ constexpr int fp32_keys_of_tile(int tile, int width) {
   return tile > 0 || width > 64 ? 32 : 64;
 }
 
+// The backward has the same tiles, of queries or of keys. With keys a warp has two operands and two
+// sums in registers, so that fewer heads are narrow.
+constexpr int keys_of_warp(int width) {
+  return width > 48 ? 16 : 32;
+}
+
+constexpr int backward_tile_of(std::int64_t n, int of_warp) {
+  return n > 2 * of_warp ? 0 : n > of_warp || of_warp == 16 ? 1 : 2;
+}
+
+// Of the ring. One where short rows have a single tile to walk.
+constexpr int backward_stages(int width, int tile) {
+  return tile > 0 ? 1 : width <= 32 ? 3 : 2;
+}
+
+// A block of the bias's gradient: warps of 16 * query_tiles queries and 64 keys. The larger it is
+// the less is read. Heads up to 32 wide: 16 warps, alone on a multiprocessor with 128 registers a
+// thread. Beyond, what two stages take of 99 KB of shared memory decides, and at 128 a single one.
+struct BiasTile {
+  int query_warps;
+  int key_warps;
+  int query_tiles;
+  int stages;
+  int blocks;  // that a multiprocessor holds at a time
+
+  constexpr int queries() const { return 16 * query_tiles * query_warps; }
+  constexpr int keys() const { return 64 * key_warps; }
+};
+
+constexpr BiasTile bias_tile(int width, bool large) {
+  return width > 64   ? BiasTile{4, 1, 1, 1, 2}
+         : !large     ? BiasTile{4, 1, 1, 2, width > 32 ? 2 : 3}
+         : width > 32 ? BiasTile{4, 2, 1, 2, 1}
+                      : BiasTile{8, 2, 1, 2, 1};
+}
+
+constexpr bool is_large_bias(std::int64_t n) {
+  return n > 64;
+}
+
+// Blocks for all rows.
+constexpr std::int64_t bias_grid(const Sizes& sizes) {
+  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
+  return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
+         ceil_div(sizes.n, tile.keys());
+}
+
+// Into how many slabs the rows are cut: the fewest that keep nine tenths of the device busy, if
+// there are any, each of a few rows at least.
+constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
+  constexpr std::int64_t kFewestRows = 4, kMostSlabs = 64;
+  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
+  const std::int64_t at_a_time = std::int64_t{multiprocessors} * tile.blocks;
+  const std::int64_t grid = bias_grid(sizes);
+  std::int64_t best = 1;
+  double most_busy = 0.0;
+  for (std::int64_t slabs = 1; slabs <= kMostSlabs; ++slabs) {
+    const std::int64_t rows = ceil_div(sizes.rows, slabs);
+    if (slabs > 1 && rows < kFewestRows) break;
+    if (slabs > 1 && (slabs - 1) * rows >= sizes.rows) continue;  // the last would have none
+    const std::int64_t rounds = ceil_div(grid * slabs, at_a_time) * rows;
+    const double busy =
+        static_cast<double>(grid * sizes.rows) / static_cast<double>(rounds * at_a_time);
+    if (busy > most_busy) {
+      best = slabs;
+      most_busy = busy;
+    }
+    if (most_busy >= 0.9) break;
+  }
+  return best;
+}
+
+// Numbers of BackwardProblem::partial.
+constexpr std::int64_t bias_partial_size(const Sizes& sizes, int multiprocessors) {
+  const std::int64_t slabs = bias_slabs(sizes, multiprocessors);
+  return slabs == 1 ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
+}
+
 // Exponents are of 2.
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLowest =

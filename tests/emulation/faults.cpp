@@ -32,6 +32,7 @@ enum class Planted {
   kNotTransposed,
   kUnalignedCopy,
   kUnalignedMatrix,
+  kUnalignedLoad,
   kUnalignedStore,
   kDivergentBarrier,
   kDivergentWarp,
@@ -74,6 +75,7 @@ const std::map<std::string, Planted> kPlanted = {
     {"not_transposed", Planted::kNotTransposed},
     {"unaligned_copy", Planted::kUnalignedCopy},
     {"unaligned_matrix", Planted::kUnalignedMatrix},
+    {"unaligned_load", Planted::kUnalignedLoad},
     {"unaligned_store", Planted::kUnalignedStore},
     {"divergent_barrier", Planted::kDivergentBarrier},
     {"divergent_warp", Planted::kDivergentWarp},
@@ -150,6 +152,9 @@ __device__ void multiply(const Shared& shared, const Params& p, int stage, int w
     int column = lane / 16 * 8;
     if (p.planted == Planted::kWrongRowAddress) row = lane / 16 + lane % 8 * 2;
     if (p.planted == Planted::kUnalignedMatrix) column += 4;
+    if (p.planted == Planted::kUnalignedLoad) {
+      load_shared_16(shared_address(&shared.a[stage][0][0]) + 4);
+    }
     ldmatrix_x4(a, shared_address(&shared.a[stage][warp / 2 * 16 + row][l + column]));
     const std::uint16_t* b_row = &shared.b[stage][l + lane % 16][warp % 2 * 16 + lane / 16 * 8];
     if (p.planted == Planted::kNotTransposed) {

@@ -100,6 +100,37 @@ const emulation::Kernel ldmatrix("ldmatrix", [](Request& request) {
                     request.output<std::uint32_t>("fragments", 128), request.integer("trans") != 0);
 });
 
+// 16 bytes to a thread, copied to shared memory 4 by 4 and read at once.
+struct WordsShared {
+  alignas(16) std::uint32_t words[32][4];
+};
+
+__global__ void shared_load_kernel(const std::uint32_t* from, uint4* to) {
+  auto& shared = shared_memory<WordsShared>();
+  for (int i = 0; i < 4; ++i) {
+    const SharedAddress at = shared_address(&shared.words[threadIdx.x][i]);
+    cp_async_4(at, from + threadIdx.x * 4 + i, i < 3 ? 4 : 0);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  to[threadIdx.x] = load_shared_16(shared_address(shared.words[threadIdx.x]));
+}
+
+const emulation::Kernel shared_load("shared_load", [](Request& request) {
+  emulation::launch(shared_load_kernel, 1, 32, sizeof(WordsShared),
+                    request.input<std::uint32_t>("words"), request.output<uint4>("out", 32));
+});
+
+// An 8x8 matrix, row after row, gathered into fragments and transposed.
+__global__ void transpose_kernel(const std::uint32_t* from, std::uint32_t* to) {
+  to[threadIdx.x] = transpose_8x8(from[threadIdx.x]);
+}
+
+const emulation::Kernel transpose("transpose", [](Request& request) {
+  emulation::launch(transpose_kernel, 1, 32, 0, request.input<std::uint32_t>("rows"),
+                    request.output<std::uint32_t>("columns", 32));
+});
+
 // Pairs of numbers to 16 bits and all of 16 bits to numbers.
 __global__ void pack_kernel(const float* x, int count, bool bf16, std::uint32_t* packed) {
   for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {

@@ -79,6 +79,22 @@ void store_matrix(const char* name, const std::uint32_t (&d)[4], std::uint32_t a
   meet_warp(name, Aligned::kYes, 0xffffffff, &mine, store_matrices<trans>, site);
 }
 
+struct Word {
+  std::uint32_t given, result;
+};
+
+inline void transpose_words(void* const* lanes, std::uint32_t) {
+  const auto element = [&](int row, int column) {
+    const std::uint32_t word = static_cast<Word*>(lanes[row * 4 + column / 2])->given;
+    return word >> 16 * (column % 2) & 0xffffu;
+  };
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const int row = lane / 4;
+    const int column = lane % 4 * 2;
+    static_cast<Word*>(lanes[lane])->result = element(column, row) | element(column + 1, row) << 16;
+  }
+}
+
 template <Format format>
 void multiply(const char* name, float (&d)[4], const std::uint32_t (&a)[4],
               const std::uint32_t (&b)[2], Site site) {
@@ -142,6 +158,18 @@ inline void cp_async_4(void* shared, const void* global, int bytes,
   emulation::copy_async<4>("cp_async_4", shared, global, bytes, site);
 }
 
+inline void cp_async_4(SharedAddress shared, const void* global, int bytes,
+                       emulation::Site site = emulation::Site::here()) {
+  emulation::copy_async<4>("cp_async_4", const_cast<void*>(emulation::shared_pointer(shared)),
+                           global, bytes, site);
+}
+
+inline uint4 load_shared_16(SharedAddress shared, emulation::Site site = emulation::Site::here()) {
+  const void* pointer = emulation::shared_pointer(shared);
+  emulation::check_shared(pointer, 16, 16, "load_shared_16", site);
+  return *static_cast<const uint4*>(pointer);
+}
+
 inline void store_global_16(void* global, const uint4& words,
                             emulation::Site site = emulation::Site::here()) {
   if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {
@@ -167,6 +195,14 @@ inline void ldmatrix_x4(std::uint32_t (&d)[4], SharedAddress shared,
 inline void ldmatrix_x4_trans(std::uint32_t (&d)[4], SharedAddress shared,
                               emulation::Site site = emulation::Site::here()) {
   emulation::load_matrix<true>("ldmatrix_x4_trans", d, shared, site);
+}
+
+inline std::uint32_t transpose_8x8(std::uint32_t word,
+                                   emulation::Site site = emulation::Site::here()) {
+  emulation::Word mine{word, 0};
+  emulation::meet_warp("transpose_8x8", emulation::Aligned::kYes, 0xffffffff, &mine,
+                       emulation::transpose_words, site);
+  return mine.result;
 }
 
 inline void mma_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2],

@@ -40,10 +40,25 @@ __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* gl
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)
                : "memory");
+}
+
+// 16 bytes of shared memory, of which the address is a number. It is aligned to 16.
+__device__ __forceinline__ uint4 load_shared_16(SharedAddress shared) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared)
+               : "memory");
+  return words;
 }
 
 // 16 bytes to global memory in one store; the compiler may make four of what C++ says. The address
@@ -80,6 +95,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&d)[4], SharedA
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(shared)
                : "memory");
+}
+
+// An 8x8 matrix of 16-bit elements, of which lane l has (l/4, 2*(l%4)) and the next, transposed.
+__device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t word) {
+  std::uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+  return transposed;
 }
 
 // d += a * b on 16x16 by 16x8 tiles with fp32 accumulators; fragments as PTX lays them out.

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "msa_row_attention/backward_bias_sm80.cuh"
+
+#include <algorithm>
+
+#include "msa_row_attention/add_slabs_sm80.cuh"
+#include "msa_row_attention/backward_launch.cuh"
+
+namespace fused_ops::msa_row_attention {
+namespace {
+
+constexpr const char* kBias = "msa_row_attention: launching backward_bias_sm80";
+
+template <Mode mode, int width, bool large>
+void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
+  constexpr BiasTile kTile = bias_tile(width, large);
+  using Kernel = BackwardBias<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
+                              kTile.stages>;
+  static_assert(Kernel::kBlockQueries == kTile.queries() && Kernel::kBlockKeys == kTile.keys());
+  static_assert(sizeof(typename Kernel::Shared) <= 99 * 1024, "what the least of our devices have");
+  const Sizes& sizes = problem.sizes;
+  BackwardBiasParams p;
+  static_cast<BackwardParams&>(p) = params_of(problem);
+  const std::int64_t slabs = bias_slabs(sizes, multiprocessors());
+  const std::int64_t blocks = slabs * bias_grid(sizes);
+  FO_CHECK_RUNTIME(blocks < std::numeric_limits<int>::max() && sizes.n <= kMostPositions, kBias,
+                   " must be given less at a time");
+  FO_CHECK_RUNTIME(slabs == 1 || problem.partial, kBias, " must be given room for sums of slabs");
+  p.sums = slabs == 1 ? problem.d_bias : problem.partial;
+  p.attended_stride = sizes.n * sizes.width();
+  p.projected_stride = 4 * p.attended_stride;
+  p.statistic_stride = sizes.n * sizes.heads;
+  p.key_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockKeys));
+  p.query_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockQueries));
+  p.slabs = static_cast<unsigned>(slabs);
+  p.rows_of_slab = static_cast<unsigned>(ceil_div(sizes.rows, slabs));
+  launch(kBias,
+         backward_bias_kernel<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
+                              kTile.stages>,
+         static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
+         p);
+  if (slabs == 1) return;
+  AddSlabsParams add;
+  add.partial = problem.partial;
+  add.sums = problem.d_bias;
+  add.size = sizes.groups * sizes.heads * sizes.n * sizes.n;
+  add.slabs = static_cast<int>(slabs);
+  const std::int64_t most = std::int64_t{8} * multiprocessors();
+  launch(kBias, add_slabs_kernel,
+         static_cast<unsigned>(std::min(ceil_div(add.size, kAddSlabsThreads), most)),
+         kAddSlabsThreads, 0, stream, add);
+}
+
+}  // namespace
+
+void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream) {
+  const Sizes& sizes = problem.sizes;
+  if (sizes.positions() == 0 || sizes.heads == 0) return;
+  with_mode_and_width(kBias, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
+    constexpr Mode kMode = decltype(mode_of)::value;
+    constexpr int kWidth = decltype(width_of)::value;
+    if (is_large_bias(sizes.n)) return launch_bias<kMode, kWidth, true>(problem, stream);
+    launch_bias<kMode, kWidth, false>(problem, stream);
+  });
+}
+
+}  // namespace fused_ops::msa_row_attention

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradient of the bias: the sum of dS = P (da v^T - D) over the rows that share it, P the weights.
+//
+// A block has some queries and some keys of a head and walks the rows of the group in order, one
+// after the other through a ring in shared memory. A warp has 16 or 32 of the queries and 64 of the
+// keys; their bias and sums stay in its registers. Nothing is shared between rows but these, so the
+// larger a block the less is read: its queries and keys cross from the second-level cache once for
+// queries * keys weights. Where blocks are few the rows are cut into slabs, whose sums a second
+// kernel adds in order.
+#pragma once
+
+#include "msa_row_attention/backward_pieces.cuh"
+
+namespace fused_ops::msa_row_attention {
+
+struct BackwardBiasParams : BackwardParams {
+  float* sums = nullptr;  // (slabs, groups, heads, N, N)
+  // From a row to the next one, in numbers.
+  std::int64_t projected_stride = 0;
+  std::int64_t attended_stride = 0;
+  std::int64_t statistic_stride = 0;
+  unsigned key_tiles = 0;
+  unsigned query_tiles = 0;
+  unsigned slabs = 0;
+  unsigned rows_of_slab = 0;
+};
+
+// A block has 16 * `query_tiles` * `query_warps` queries and 64 * `key_warps` keys.
+template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count>
+struct BackwardBias {
+  static constexpr int kThreads = 32 * query_warps * key_warps;
+  static constexpr int kM = query_tiles;
+  static constexpr int kWarpQueries = 16 * kM;
+  static constexpr int kBlockQueries = kWarpQueries * query_warps;
+  static constexpr int kBlockKeys = kKeys * key_warps;
+  static constexpr int kKeyBlocks = kKeys / 16;  // of a warp
+  static constexpr int kStages = stage_count;    // 1 or 2
+  static constexpr int kRowsAtHand = 4;
+  static_assert(key_warps <= 2 && kStages <= 2);
+  using Product = Products<mode, width, kM>;
+  using Line = Lines<width>;
+  static constexpr int kQueryBytes = kBlockQueries * Line::kPitch;
+  static constexpr int kKeyBytes = kBlockKeys * Line::kPitch;
+
+  struct alignas(1024) Stage {
+    unsigned char queries[2][kQueryBytes];  // queries, gradients
+    unsigned char keys[2][kKeyBytes];       // keys, values
+    // Of queries 8 apart: log_sums, row_dots.
+    float statistics[kBlockQueries / 2][4];
+  };
+  struct Shared {
+    Stage stages[kStages];
+    // Which of the block's keys are there in a row, of the rows in work and the next ones.
+    alignas(16) std::uint64_t here[kRowsAtHand][2];
+    // What rows are asked for with: here it occupies no registers.
+    std::int64_t first_row;
+    std::int64_t keys_from_queries;  // from a thread's piece of queries to that of keys
+    int first_tile;
+  };
+  static constexpr int kStageBytes = sizeof(Stage);
+  static constexpr int kKeysAt = 2 * kQueryBytes;
+  static constexpr int kStatisticsAt = kKeysAt + 2 * kKeyBytes;
+
+  // What a block works at. The blocks of a group's and head's slab follow each other: they read the
+  // same rows.
+  struct Block {
+    unsigned group, slab, head;
+    int first_query;
+    int first_tile;  // of 64 keys
+
+    static __device__ __forceinline__ Block of(const BackwardBiasParams& p) {
+      unsigned block = blockIdx.x;
+      const unsigned key_tile = block % p.key_tiles;
+      block /= p.key_tiles;
+      const unsigned query_tile = block % p.query_tiles;
+      block /= p.query_tiles;
+      const unsigned head = block % p.heads;
+      block /= p.heads;
+      return {block / p.slabs, block % p.slabs, head, static_cast<int>(query_tile) * kBlockQueries,
+              static_cast<int>(key_tile) * key_warps};
+    }
+  };
+
+  const BackwardBiasParams& p;
+  sm80::SharedAddress lines;  // of the first stage
+  unsigned thread;
+  int first_query;
+  int count;  // of rows
+  // The thread's first piece of queries and gradients, and its number of a query, of the next row
+  // that is asked for.
+  const std::uint16_t* query_piece;
+  const std::uint16_t* gradient_piece;
+  const float* statistic;
+
+  __device__ __forceinline__ unsigned again() const {
+    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
+  }
+  static __device__ __forceinline__ int query_warp(unsigned thread) {
+    return static_cast<int>(thread / 32 % query_warps);
+  }
+  static __device__ __forceinline__ int key_warp(unsigned thread) {
+    return static_cast<int>(thread / 32 / query_warps);
+  }
+
+  static __device__ __forceinline__ void run(const BackwardBiasParams& p) {
+    const Block block = Block::of(p);
+    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const unsigned first = block.slab * p.rows_of_slab;
+    const unsigned end = min(first + p.rows_of_slab, p.rows);
+    const std::int64_t row = std::int64_t{block.group} * p.rows + first;
+    const Place place{p, static_cast<std::uint64_t>(row) * static_cast<unsigned>(p.n), block.head};
+    const unsigned line = thread / Line::kPieceRoom, column = thread % Line::kPieceRoom * 8;
+    const unsigned query = block.first_query + line;
+    const float* statistics = thread / kBlockQueries == 0 ? p.log_sums : p.row_dots;
+    BackwardBias{p,
+                 number_of(&shared_memory<Shared>()),
+                 thread,
+                 block.first_query,
+                 static_cast<int>(end - first),
+                 p.projected + place.projected(query, 0) + column,
+                 p.d_attended + place.attended(query) + column,
+                 statistics + place.statistic(block.first_query + thread % kBlockQueries)}
+        .all(block, row);
+  }
+
+  static __device__ __forceinline__ std::uint64_t (&here_of(int row))[2] {
+    return shared_memory<Shared>().here[row % kRowsAtHand];
+  }
+
+  // Asks for a row's mask; without one all keys are there.
+  __device__ __forceinline__ void copy_mask(int row) const {
+    const unsigned me = again();
+    if (me >= 4) return;
+    const auto& shared = shared_memory<Shared>();
+    const int tile = shared.first_tile + static_cast<int>(me / 2);
+    auto* to = reinterpret_cast<std::uint32_t*>(here_of(row)) + me;
+    const bool some = row < count && tile < p.tiles && me / 2 < key_warps;
+    if (p.present) {
+      const auto* words = reinterpret_cast<const std::uint32_t*>(p.present);
+      const std::int64_t at = some ? ((shared.first_row + row) * p.tiles + tile) * 2 + me % 2 : 0;
+      sm80::cp_async_4(to, words + at, some ? 4 : 0);
+    } else {
+      const std::uint64_t word = some ? p.mask_word(0, tile) : 0;
+      *to = static_cast<std::uint32_t>(word >> (me % 2 * 32));
+    }
+  }
+
+  // Asks for what belongs to the next row, whose mask is at hand, and for the mask of the one after
+  // it; zeros for keys and values that are not there.
+  __device__ __forceinline__ void copy(int row, int stage) {
+    copy_mask(row + 1);
+    const std::uint64_t (&here)[2] = here_of(row);
+    if ((here[0] | here[1]) != 0) {
+      const unsigned me = again();
+      const unsigned piece = me % Line::kPieceRoom, line = me / Line::kPieceRoom;
+      const bool inside = width == p.dim || piece * 8 < p.dim;
+      const int left = p.n - first_query;
+      const auto to = lines + stage * kStageBytes;
+      const auto at = to + Line::piece_at(line, piece);
+      const auto is_here = [left](int query) { return query < left; };
+      if (piece < Line::kPieces && line < kBlockQueries) {
+        copy_pieces<width, kThreads, kBlockQueries>(at, query_piece, 4 * p.width, inside, line,
+                                                    is_here);
+        copy_pieces<width, kThreads, kBlockQueries>(at + kQueryBytes, gradient_piece, p.width,
+                                                    inside, line, is_here);
+      }
+      const auto is_there = [&here](int key) {
+        return (here[key / kKeys] >> (key % kKeys) & 1) != 0;
+      };
+      if (piece < Line::kPieces && line < kBlockKeys) {
+        const std::uint16_t* key_piece = query_piece + shared_memory<Shared>().keys_from_queries;
+        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside, line,
+                                                 is_there);
+        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
+                                                 4 * p.width, inside, line, is_there);
+      }
+      static_assert(2 * kBlockQueries <= kThreads);
+      if (me < 2 * kBlockQueries) {
+        const unsigned which = me / kBlockQueries, query = me % kBlockQueries;
+        sm80::cp_async_4(
+            to + kStatisticsAt + (query / 16 * 8 + query % 8) * 16 + query / 8 % 2 * 4 + which * 8,
+            statistic, is_here(static_cast<int>(query)) ? 4 : 0);
+      }
+    }
+    sm80::cp_async_commit();
+    query_piece += p.projected_stride;
+    gradient_piece += p.attended_stride;
+    statistic += p.statistic_stride;
+  }
+
+  uint4 bias[kM][kKeyBlocks];
+  float total[kKeyBlocks][kM][2][4];
+
+  __device__ __forceinline__ void all(const Block& block, std::int64_t first_row) {
+    if (thread == 0) {
+      shared_memory<Shared>().first_row = first_row;
+      shared_memory<Shared>().first_tile = block.first_tile;
+      shared_memory<Shared>().keys_from_queries =
+          std::int64_t{block.first_tile * kKeys - first_query} * (4 * p.width) + p.width;
+    }
+    __syncthreads();
+    copy_mask(0);
+    sm80::cp_async_commit();
+    sm80::cp_async_wait<0>();
+    __syncthreads();
+    copy(0, 0);
+    load_bias(block);
+    int stage = 0;
+    for (int row = 0; row < count; ++row) {
+      sm80::cp_async_wait<0>();
+      __syncthreads();
+      if (kStages > 1) copy(row + 1, 1 - stage);
+      const std::uint64_t here = here_of(row)[key_warp(again())];
+      if (here != 0) add_row(lines + stage * kStageBytes, here);
+      if (kStages == 1) {
+        __syncthreads();
+        copy(row + 1, 0);
+      }
+      stage = kStages - 1 - stage;
+    }
+    sm80::cp_async_wait<0>();
+    store();
+  }
+
+  // Queries and keys that do not exist have others' bias.
+  __device__ __forceinline__ void load_bias(const Block& block) {
+    const std::int64_t first_line = (std::int64_t{block.group} * p.heads + block.head) * p.blocks;
+    const int query_block = (first_query + query_warp(thread) * kWarpQueries) / kBiasBlock;
+    const int tile = min(block.first_tile + key_warp(thread), p.tiles - 1);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const std::int64_t line = first_line + min(query_block + m, p.blocks - 1);
+      const uint4* from =
+          static_cast<const uint4*>(p.bias) + (line * p.tiles + tile) * (kKeyBlocks * 32);
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) {
+        bias[m][b] = from[b * 32 + thread % 32];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total[b][m][i / 4][i % 4] = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_row(sm80::SharedAddress stage, std::uint64_t here) {
+    const unsigned me = again(), lane = me % 32;
+    const int first = query_warp(me) * kWarpQueries;
+    typename Product::Fragments query, gradient;
+    const auto queries = stage + first * Line::kPitch + Product::down(lane);
+    Product::load(query, queries, 0);
+    Product::load(gradient, queries, kQueryBytes);
+    const auto statistics = stage + kStatisticsAt + first * 8 + lane / 4 * 16;
+    const auto keys =
+        stage + kKeysAt + key_warp(me) * (kKeys * Line::kPitch) + Product::across(lane);
+#pragma unroll
+    for (int b = 0; b < kKeyBlocks; ++b) {
+      typename Product::Weights weights, gradients;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const uint4& piece = bias[m][b];
+        const std::uint32_t four[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // Else the compiler keeps the bias of all keys as fp32, and spills.
+          const auto word = static_cast<std::uint32_t>(sm80::opaque(static_cast<int>(four[i])));
+          const float2 two = unpack_16<mode>(word);
+          weights[m][i / 2][i % 2 * 2] = two.x;
+          weights[m][i / 2][i % 2 * 2 + 1] = two.y;
+          gradients[m][i / 2][i % 2 * 2] = gradients[m][i / 2][i % 2 * 2 + 1] = 0.0f;
+        }
+      }
+      Product::multiply(weights, query, keys, b * 16 * Line::kPitch);
+      Product::multiply(gradients, gradient, keys, kKeyBytes + b * 16 * Line::kPitch);
+      // Read again for each block of keys: registers are scarce.
+      float log_sums[kM][2], row_dots[kM][2];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const uint4 four = sm80::load_shared_16(statistics + m * 128);
+        log_sums[m][0] = __uint_as_float(four.x);
+        log_sums[m][1] = __uint_as_float(four.y);
+        row_dots[m][0] = __uint_as_float(four.z);
+        row_dots[m][1] = __uint_as_float(four.w);
+      }
+      const std::uint32_t some = static_cast<std::uint32_t>(here >> (b * 16)) & 0xffff;
+      const std::uint32_t mine = some >> (2 * (lane % 4));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float weight =
+                sm80::exp2_approx(fmaf(weights[m][j][e], p.logit_scale, -log_sums[m][e / 2]));
+            gradients[m][j][e] = gradients[m][j][e] - row_dots[m][e / 2];
+            weights[m][j][e] = weight;
+          }
+        }
+      }
+      // An absent key adds nothing, not even a query's NaN.
+      if (some != 0xffff) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const bool there = mine >> (8 * j + e % 2) & 1;
+#pragma unroll
+            for (int m = 0; m < kM; ++m) {
+              if (!there) weights[m][j][e] = gradients[m][j][e] = 0.0f;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            total[b][m][j][e] = fmaf(weights[m][j][e], gradients[m][j][e], total[b][m][j][e]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store() const {
+    const Block block = Block::of(p);
+    const unsigned me = again(), lane = me % 32;
+    const unsigned groups = gridDim.x / (p.key_tiles * p.query_tiles * p.heads * p.slabs);
+    const std::int64_t map =
+        (std::int64_t{block.slab} * groups + block.group) * p.heads + block.head;
+    float* sum = p.sums + map * p.n * p.n;
+    const int first =
+        block.first_query + query_warp(me) * kWarpQueries + static_cast<int>(lane / 4);
+    const int first_key =
+        (block.first_tile + key_warp(me)) * kKeys + static_cast<int>(lane % 4) * 2;
+    const bool even = p.n % 2 == 0;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int query = first + m * 16 + h * 8;
+        if (query >= p.n) continue;
+        float* line = sum + std::int64_t{query} * p.n;
+#pragma unroll
+        for (int b = 0; b < kKeyBlocks; ++b) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int key = first_key + b * 16 + j * 8;
+            const float x = total[b][m][j][2 * h], y = total[b][m][j][2 * h + 1];
+            if (even) {
+              if (key < p.n) *reinterpret_cast<float2*>(line + key) = make_float2(x, y);
+            } else {
+              if (key < p.n) line[key] = x;
+              if (key + 1 < p.n) line[key + 1] = y;
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count>
+__global__ void __launch_bounds__(32 * query_warps * key_warps,
+                                  width <= 32 && query_warps * key_warps == 4 ? 3
+                                  : query_warps * key_warps == 4              ? 2
+                                                                              : 1)
+    backward_bias_kernel(const __grid_constant__ BackwardBiasParams params) {
+  BackwardBias<mode, width, query_warps, key_warps, query_tiles, stage_count>::run(params);
+}
+
+}  // namespace fused_ops::msa_row_attention
