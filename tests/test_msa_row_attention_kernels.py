@@ -59,6 +59,14 @@ def check(fused, eager, msa, pair, mask, dtype):
                 assert relative_error(fused(*inputs), exact) <= allowed
 
 
+def check_gradients(fused, eager, msa, pair, mask, dtype):
+    """Value and every gradient, by the rules."""
+    if mask is not None:  # the reference has NaN where no key is there
+        mask = mask.clone()
+        mask[..., 0] = True
+    assert_parity(fused, eager, [msa, pair, mask], dtype)
+
+
 @everywhere
 @pytest.mark.parametrize("head_dim", [1, 5, 8, 16, 17, 24, 32, 48, 64, 100, 128])
 def test_any_width_of_a_head(place, dtype, head_dim):
@@ -198,6 +206,148 @@ def test_triangle_attention(place, dtype, direction):
     mask = mask_of(2, n, n, device=place)
     mask[..., 0, :] = mask[..., 0] = True
     assert_parity(fused, eager, [pair, mask], dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("n, head_dim", [(1, 8), (2, 16), (17, 8), (33, 24), (77, 32), (257, 16)])
+def test_gradients_of_any_length(place, dtype, n, head_dim):
+    if place == "cpu" and n > 100:
+        n = n // 8 + 1
+    fused, eager = modules(place, dtype, 40, 24, 3, head_dim)
+    for s in (1, 5):
+        msa, pair = tensors(place, dtype, (2,), s, n, 40, 24)
+        check_gradients(fused, eager, msa, pair, mask_of(2, s, n, device=place), dtype)
+        check_gradients(fused, eager, msa, pair, None, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("head_dim", [1, 5, 17, 40, 64, 100, 128])
+def test_gradients_of_any_width_of_a_head(place, dtype, head_dim):
+    fused, eager = modules(place, dtype, 48, 16, 2, head_dim, bias=False)
+    n = 21 if place == "cpu" else 90
+    msa, pair = tensors(place, dtype, (1,), 3, n, 48, 16)
+    check_gradients(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("channels", [(1, 1, 1), (7, 5, 2), (33, 127, 5), (256, 264, 12)])
+def test_gradients_of_any_channels(place, dtype, channels):
+    c, z, heads = channels
+    for pair_norm in (False, True):
+        fused, eager = modules(place, dtype, c, z, heads, 8, pair_norm=pair_norm)
+        msa, pair = tensors(place, dtype, (1,), 4, 19, c, z)
+        check_gradients(fused, eager, msa, pair, mask_of(1, 4, 19, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("lead, pair_lead", LEADS)
+def test_gradients_of_leading_axes(place, dtype, lead, pair_lead):
+    fused, eager = modules(place, dtype, 24, 16, 2, 8)
+    msa, pair = tensors(place, dtype, lead, 3, 21, 24, 16, pair_lead)
+    mask = mask_of(*lead, 3, 21, device=place)
+    check_gradients(fused, eager, msa, pair, mask, dtype)
+
+
+@everywhere
+def test_gradients_of_views(place, dtype):
+    fused, eager = modules(place, dtype, 32, 16, 2, 16)
+    msa, pair = tensors(place, dtype, (2,), 4, 22, 32, 16)
+    mask = mask_of(2, 4, 22, device=place)
+
+    def gradients(msa, pair):
+        msa, pair = msa.detach().requires_grad_(), pair.detach().requires_grad_()
+        result = fused(msa, pair, mask)
+        leaves = [msa, pair, *fused.parameters()]
+        return torch.autograd.grad(result.transpose(1, 2).sin().sum(), leaves)
+
+    expected = gradients(msa, pair)
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (msa, pair)]
+    for ours in (gradients(*turned), gradients(strided(msa.detach()), strided(pair.detach()))):
+        for a, b in zip(ours, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@everywhere
+def test_gradients_of_some_tensors_are_those_of_all(place, dtype):
+    fused, _ = modules(place, dtype, 32, 16, 2, 16)
+    msa, pair = tensors(place, dtype, (2,), 4, 22, 32, 16)
+    mask = mask_of(2, 4, 22, device=place)
+    leaves = [msa, pair, *fused.parameters()]
+    result = fused(msa, pair, mask)
+    grad = torch.randn_like(result)
+    expected = torch.autograd.grad(result, leaves, grad)
+    again = torch.autograd.grad(fused(msa, pair, mask), leaves, grad)
+    for i, leaf in enumerate(leaves):
+        one = torch.autograd.grad(fused(msa, pair, mask), [leaf], grad)[0]
+        assert torch.equal(again[i], expected[i])
+        assert one.dtype == leaf.dtype
+        assert torch.equal(one, expected[i])
+
+
+@everywhere
+def test_gradients_of_rows_without_keys(place, dtype):
+    """They are finite, and those of what cannot matter are zero."""
+    fused, _ = modules(place, dtype, 32, 16, 2, 16)
+    msa, pair = tensors(place, dtype, (1,), 4, 70, 32, 16)
+    mask = mask_of(1, 4, 70, device=place)
+    mask[0, 1] = False
+    mask[..., -3:] = False
+    result = fused(msa, pair, mask)
+    grads = torch.autograd.grad(result, [msa, pair, *fused.parameters()], torch.randn_like(result))
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][0, 1].any()
+    assert not grads[1][0, :, -3:].any()
+    mask[:] = False
+    result = fused(msa, pair, mask)
+    grads = torch.autograd.grad(result, [msa, pair], torch.randn_like(result))
+    assert not any(g.any() for g in grads)
+
+
+@everywhere
+def test_gradients_under_autocast(place, dtype):
+    """Parameters and pair tensor in fp32, activations in 16 bits: each gradient has its type."""
+    if dtype == torch.float32:
+        pytest.skip("nothing is of another type")
+    eager = General(32, 16, 2, 16).to(place)
+    fused = FusedGeneral(eager)
+    msa, pair = tensors(place, dtype, (1,), 3, 30, 32, 16)
+    pair = pair.detach().float().requires_grad_()
+    mask = mask_of(1, 3, 30, device=place)
+    mask[..., 0] = True
+    with torch.autocast(place, dtype):
+        result = fused(msa, pair, mask)
+        theirs = eager(msa, pair, mask)
+    grad = torch.randn_like(result)
+    ours = torch.autograd.grad(result, [msa, pair, *fused.parameters()], grad)
+    plain = torch.autograd.grad(theirs, [msa, pair, *eager.parameters()], grad)
+    for a, b, leaf in zip(ours, plain, [msa, pair, *fused.parameters()], strict=True):
+        assert a.dtype == leaf.dtype
+        scale = b.float().abs().max().item() + 1e-3
+        assert (a.float() - b.float()).abs().max().item() <= 0.05 * scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups, rows", [(1, 9000), (40, 220)])
+def test_gradients_of_more_than_is_taken_at_a_time(groups, rows):
+    """They are those of the parts: rows of the MSA and of parameters that all share."""
+    eager = General(16, 8, 8, 32).to("cuda", torch.bfloat16)
+    fused = FusedGeneral(eager)
+    msa, pair = tensors("cuda", torch.bfloat16, (groups,), rows, 64, 16, 8)
+    mask = mask_of(groups, rows, 64, device="cuda")
+    grad = torch.randn_like(msa)
+    leaves = [msa, pair, *fused.parameters()]
+    whole = torch.autograd.grad(fused(msa, pair, mask), leaves, grad)
+    sums = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    step = max(1, rows // 4)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        some = torch.autograd.grad(
+            fused(msa[:, part], pair, mask[:, part]), leaves, grad[:, part].contiguous()
+        )
+        for total, one in zip(sums, some, strict=True):
+            total += one.double()
+    for ours, exact in zip(whole, sums, strict=True):
+        assert relative_error(ours, exact) < 2e-2
 
 
 def _poison() -> None:

@@ -13,6 +13,7 @@ struct AddSlabsParams {
   float* sums = nullptr;           // (size)
   std::int64_t size = 0;
   int slabs = 0;
+  bool accumulate = false;  // or the sums are stored
 };
 
 constexpr int kAddSlabsThreads = 256;
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kAddSlabsThreads)
   const std::int64_t threads = std::int64_t{gridDim.x} * kAddSlabsThreads;
   std::int64_t at = std::int64_t{blockIdx.x} * kAddSlabsThreads + thread_index();
   for (; at < p.size; at += threads) {
-    float sum = 0.0f;
+    float sum = p.accumulate ? p.sums[at] : 0.0f;
     for (int slab = 0; slab < p.slabs; ++slab) sum += p.partial[slab * p.size + at];
     p.sums[at] = sum;
   }

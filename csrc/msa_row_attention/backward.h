@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of MSA row attention between the projections and the output projection, from the
 // gradient with respect to the gated attention. Nothing but the inputs is saved by the forward.
-//   attend_statistics   the forward once more: what it gave, sums of the weights, gradient of the
-//   gate backward_keys       gradients of keys and values: a block walks the queries
+//   attend_statistics   the forward once more: what it gave, sums of weights, gradient of the gate
+//   backward_keys       gradients of keys and values: a block walks the queries
 //   backward_queries    of queries: a block walks the keys
 //   backward_bias       of the bias: a block walks the rows that share it
 // All but the first take weights from the logits and from what the first stored.
@@ -24,6 +24,7 @@ struct BackwardProblem {
   void* gated = nullptr;        // (positions(), width)
   void* d_projected = nullptr;  // (positions(), 4 * width): of query, key, value, gate
   float* d_bias = nullptr;      // (groups, heads, N, N): of the bias as it is, not as it is stored
+  bool accumulate = false;      // d_bias is added to
   // Between the kernels.
   void* d_attended = nullptr;  // (positions(), width): of the attention
   float* log_sums = nullptr;   // (all_rows(), heads, N): a weight is 2^(logit * log2(e) - this)

@@ -25,8 +25,9 @@ void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
   const std::int64_t blocks = slabs * bias_grid(sizes);
   FO_CHECK_RUNTIME(blocks < std::numeric_limits<int>::max() && sizes.n <= kMostPositions, kBias,
                    " must be given less at a time");
-  FO_CHECK_RUNTIME(slabs == 1 || problem.partial, kBias, " must be given room for sums of slabs");
-  p.sums = slabs == 1 ? problem.d_bias : problem.partial;
+  const bool direct = slabs == 1 && !problem.accumulate;
+  FO_CHECK_RUNTIME(direct || problem.partial, kBias, " must be given room for sums of slabs");
+  p.sums = direct ? problem.d_bias : problem.partial;
   p.attended_stride = sizes.n * sizes.width();
   p.projected_stride = 4 * p.attended_stride;
   p.statistic_stride = sizes.n * sizes.heads;
@@ -39,12 +40,13 @@ void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
                               kTile.stages>,
          static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
          p);
-  if (slabs == 1) return;
+  if (direct) return;
   AddSlabsParams add;
   add.partial = problem.partial;
   add.sums = problem.d_bias;
   add.size = sizes.groups * sizes.heads * sizes.n * sizes.n;
   add.slabs = static_cast<int>(slabs);
+  add.accumulate = problem.accumulate;
   const std::int64_t most = std::int64_t{8} * multiprocessors();
   launch(kBias, add_slabs_kernel,
          static_cast<unsigned>(std::min(ceil_div(add.size, kAddSlabsThreads), most)),

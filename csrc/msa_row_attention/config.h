@@ -122,9 +122,10 @@ constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
 }
 
 // Numbers of BackwardProblem::partial.
-constexpr std::int64_t bias_partial_size(const Sizes& sizes, int multiprocessors) {
+constexpr std::int64_t bias_partial_size(const Sizes& sizes, int multiprocessors,
+                                         bool accumulate = false) {
   const std::int64_t slabs = bias_slabs(sizes, multiprocessors);
-  return slabs == 1 ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
+  return slabs == 1 && !accumulate ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
 }
 
 // Exponents are of 2.

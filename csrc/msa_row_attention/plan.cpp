@@ -35,7 +35,9 @@ std::vector<std::string> reasons_against(const Problem& problem) {
   std::vector<std::string> reasons;
   const Sizes& sizes = problem.sizes;
   if (!build_runs_on(problem.device)) reasons.push_back(build_reason(problem.device));
-  if (problem.backward) reasons.push_back("there is no kernel for the backward yet");
+  if (problem.backward && problem.result == DType::kFloat32) {
+    reasons.push_back("there is no kernel for the backward in float32 yet");
+  }
   if (problem.result == DType::kFloat64 || problem.result == DType::kOther) {
     reasons.push_back(std::string("there is no kernel for ") + name(problem.result));
   }
@@ -69,6 +71,8 @@ Mode mode_of(const Problem& problem) {
 // So many bytes of projections and the like exist at a time: enough that a launch never runs out of
 // work, and little beside what a model of that size keeps.
 constexpr std::int64_t kMostBytes = std::int64_t{3} << 29;
+// The backward has twice as much of a position.
+constexpr std::int64_t kMostBytesBackward = std::int64_t{3} << 30;
 
 }  // namespace
 
@@ -96,21 +100,33 @@ Choice choose(const Problem& problem) {
   // their own, one after the other.
   const std::int64_t line = 4 * sizes.width() * size;
   const std::int64_t product = is_fp32 ? std::max(line, sizes.channels * size) : line;
-  const std::int64_t of_position = product + (sizes.channels + sizes.width()) * size;
+  const std::int64_t forward = product + (sizes.channels + sizes.width()) * size;
+  // Gradients of the projections, and of and in front of the gate; of fp32 a product more.
+  const std::int64_t backward =
+      line + (is_fp32 ? product : 0) + 2 * sizes.width() * size + 8 * sizes.heads;
+  const std::int64_t of_position = forward + (problem.backward ? backward : 0);
+  const std::int64_t most_bytes = problem.backward ? kMostBytesBackward : kMostBytes;
   const std::int64_t of_row = sizes.n * of_position, of_group = sizes.rows * of_row;
-  if (of_group > kMostBytes) {
-    const std::int64_t most = std::max<std::int64_t>(kMostBytes / of_row, 1);
+  if (of_group > most_bytes) {
+    const std::int64_t most = std::max<std::int64_t>(most_bytes / of_row, 1);
     choice.groups = 1;
     choice.rows = ceil_div(sizes.rows, ceil_div(sizes.rows, most));  // parts of equal size
   } else {
-    choice.groups = std::min(sizes.groups, kMostBytes / of_group);
+    choice.groups = std::min(sizes.groups, most_bytes / of_group);
     choice.rows = sizes.rows;
   }
   const std::int64_t rows = choice.groups * choice.rows;
-  choice.plan.kernel = is_fp32 ? "prepare_sm80, bias_sm80, tensor_matmul, attend_fp32_sm80, "
-                                 "tensor_matmul, add_bias_sm80"
-                               : "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
-  choice.plan.launches = is_fp32 ? 4 : 3;
+  if (problem.backward) {
+    choice.plan.kernel =
+        "attend_statistics_sm80, backward_keys_sm80, backward_queries_sm80, backward_bias_sm80, "
+        "norm_backward_sm80, cuBLAS";
+    choice.plan.launches = 14;
+  } else {
+    choice.plan.kernel = is_fp32 ? "prepare_sm80, bias_sm80, tensor_matmul, attend_fp32_sm80, "
+                                   "tensor_matmul, add_bias_sm80"
+                                 : "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
+    choice.plan.launches = is_fp32 ? 4 : 3;
+  }
   const int head = width_of(sizes.dim);
   if (is_fp32) {
     const int index = attend_fp32_tile_of(sizes.n);
@@ -121,6 +137,9 @@ Choice choose(const Problem& problem) {
     choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
   }
   choice.plan.workspace_bytes = bias_size(sizes) * size + rows * sizes.n * of_position;
+  if (problem.backward) {
+    choice.plan.workspace_bytes += sizes.groups * sizes.heads * sizes.n * sizes.n * 4;
+  }
   return choice;
 }
 

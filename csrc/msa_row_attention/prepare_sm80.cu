@@ -53,24 +53,6 @@ void list_copies(const PrepareProblem& p, DType type, WeightCopy (&copies)[kCopi
   copies[7] = copy_of(p.out_proj_bias, p.out_bias, whole, sizes.channels, 1);
 }
 
-// Axes of one element have any stride.
-void list_axes(const Sizes& sizes, const Msa& msa, PrepareParams* params) {
-  const MsaAxis axes[] = {{sizes.n, msa.position_stride},
-                          {sizes.rows, msa.row_stride},
-                          {sizes.groups, msa.group_stride}};
-  int count = 0;
-  for (const MsaAxis& axis : axes) {
-    if (axis.count == 1) continue;
-    MsaAxis* inner = count > 0 ? &params->axes[count - 1] : nullptr;
-    if (inner && axis.stride == inner->count * inner->stride) {
-      inner->count *= axis.count;
-    } else {
-      params->axes[count++] = axis;
-    }
-  }
-  params->axis_count = count > 0 ? count : 1;
-}
-
 template <DType type, int kRepeats>
 void launch_prepare(PrepareParams& params, CUstream_st* stream) {
   const Sizes& sizes = params.problem.sizes;
@@ -96,7 +78,7 @@ void choose_prepare(PrepareParams& params, CUstream_st* stream) {
   const int channels = p.sizes.channels;
   bool vector = channels % 8 == 0 && aligned(p.msa.data) && aligned(p.normalised) &&
                 aligned(p.norm_weight.data) && aligned(p.norm_bias.data);
-  for (const MsaAxis& axis : params.axes) vector &= axis.stride % kPiece == 0;
+  vector = vector && params.where.steps_by(kPiece);
   if (vector && channels <= 2 * 32 * kPiece) {
     launch_prepare<type, 2>(params, stream);
   } else if (vector && channels <= 4 * 32 * kPiece) {
@@ -114,11 +96,8 @@ void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream) {
   PrepareParams params;
   params.problem = problem;
   list_copies(problem, type_of(problem.mode), params.copies);
-  params.inverse = 1.0f / static_cast<float>(sizes.channels);
-  params.share = 1.0f;
-  while (params.share > params.inverse) params.share /= 2;
-  params.rest = static_cast<float>(sizes.channels) * params.share;
-  params.rest_inverse = 1.0f / params.rest;
+  params.shares = NormShares::of(sizes.channels);
+  params.where = NormRows::of(sizes, problem.msa);
   params.rows = sizes.positions();
   if (problem.mask.data) {
     const MaskType type = problem.mask.type;
@@ -129,7 +108,6 @@ void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream) {
   }
   params.other_blocks = params.mask_blocks;
   for (const WeightCopy& copy : params.copies) params.other_blocks += copy.blocks;
-  list_axes(sizes, problem.msa, &params);
   if (problem.msa.type == DType::kFloat32) {
     choose_prepare<DType::kFloat32>(params, stream);
   } else if (problem.msa.type == DType::kBFloat16) {

@@ -3,9 +3,7 @@
 // the LayerNorm of the MSA, which is bound by memory bandwidth. A block takes one of the three.
 #pragma once
 
-#include "common/cuda/sm80/numbers.cuh"
-#include "common/cuda/sm80/stored.cuh"
-#include "msa_row_attention/msa_row_attention.h"
+#include "msa_row_attention/norm.cuh"
 
 namespace fused_ops::msa_row_attention {
 
@@ -28,12 +26,6 @@ struct WeightCopy {
 constexpr int kCopies = 8;
 constexpr int kCopyNumbers = 8 * kPrepareThreads;  // of a block
 
-// An axis of the rows of the MSA; axes that follow each other without a gap are one.
-struct MsaAxis {
-  std::int64_t count = 1;
-  std::int64_t stride = 0;
-};
-
 struct PrepareParams {
   PrepareProblem problem;
   WeightCopy copies[kCopies];
@@ -42,13 +34,9 @@ struct PrepareParams {
   int mask_shift = 0;         // 1 for floating numbers
   unsigned other_blocks = 0;  // for all that is not LayerNorm
   unsigned pairs = 0;         // of a block of those and one for LayerNorm, which take turns
-  MsaAxis axes[3];            // the innermost first
-  int axis_count = 0;
+  NormRows where;
   std::int64_t rows = 0;
-  float inverse = 0.0f;  // 1 / channels
-  float share = 0.0f;    // a power of two, not above that
-  float rest = 0.0f;     // channels * share
-  float rest_inverse = 0.0f;
+  NormShares shares;
   int lanes_log2 = 0;  // lanes that share a row in registers
 };
 
@@ -126,39 +114,6 @@ __device__ __forceinline__ void pack_mask(const PrepareParams& params, unsigned 
   }
 }
 
-// Where a row of the MSA begins, in elements.
-__device__ __forceinline__ std::int64_t row_offset(const PrepareParams& params, std::int64_t row) {
-  const MsaAxis(&axes)[3] = params.axes;
-  if (params.axis_count == 1) return row * axes[0].stride;
-  const std::int64_t line = row / axes[0].count;
-  const std::int64_t outer = line / axes[1].count;
-  return (row - line * axes[0].count) * axes[0].stride +
-         (line - outer * axes[1].count) * axes[1].stride + outer * axes[2].stride;
-}
-
-// The mean is a sum of numbers times `share`, which is finite where they are, divided by `rest`.
-// For 16-bit numbers of about equal size the sum is exact, and so the mean of equal ones. For fp32
-// numbers it may be off by more than what they differ by; so the mean of what they differ from it
-// by is taken too.
-template <DType type>
-constexpr bool kCorrects = type == DType::kFloat32;
-
-// The sum divided by `rest`: rounded correctly, in fewer instructions than the compiler takes. NaN
-// for an infinite one, as all results of such a row are.
-__device__ __forceinline__ float over_rest(const PrepareParams& params, float sum) {
-  const float about = sum * params.rest_inverse;
-  return fmaf(fmaf(-about, params.rest, sum), params.rest_inverse, about);
-}
-
-// From the mean of the squares of what numbers differ by from their mean, and the correction of the
-// latter. Both may be infinite.
-template <DType type>
-__device__ __forceinline__ float variance(float squares, float correction) {
-  if (!kCorrects<type>) return squares;
-  const float less = squares - correction * correction;
-  return less >= 0.0f ? less : squares;
-}
-
 // Rows that stay in registers: a lane has kRepeats pieces of 16 bytes of each of its rows, 32
 // numbers together, and all of them are under way before the first is used.
 template <DType type, int kRepeats>
@@ -211,10 +166,10 @@ struct RowNorms {
 
   __device__ __forceinline__ void take_means(const float (&x)[kRows][kRepeats][kPiece],
                                              float (&means)[kRows]) const {
-    const float share = params.share;
+    const float share = params.shares.share;
     sum_up(x, means, [share](float number, float sum) { return fmaf(number, share, sum); });
 #pragma unroll
-    for (float& mean : means) mean = over_rest(params, mean);
+    for (float& mean : means) mean = params.shares.over_rest(mean);
   }
 
   __device__ __forceinline__ void run(unsigned block) const {
@@ -228,7 +183,7 @@ struct RowNorms {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const std::int64_t row = first + r * at_once;
-      offsets[r] = row_offset(params, row < params.rows ? row : 0);
+      offsets[r] = params.where.offset(row < params.rows ? row : 0);
     }
     std::uint32_t words[kRows][kRepeats][4];
 #pragma unroll
@@ -261,7 +216,7 @@ struct RowNorms {
     if (kCorrects<type>) take_means(x, correction);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      scale[r] = rsqrtf(variance<type>(scale[r] * params.inverse, correction[r]) + p.eps);
+      scale[r] = rsqrtf(variance<type>(scale[r] * params.shares.inverse, correction[r]) + p.eps);
       correction[r] *= -scale[r];
     }
 
@@ -318,12 +273,12 @@ __device__ __forceinline__ void normalise_any(const PrepareParams& params, unsig
   const std::int64_t row = std::int64_t{block} * kPrepareWarps + thread / 32;
   if (row >= params.rows) return;
   const unsigned char* from =
-      static_cast<const unsigned char*>(p.msa.data) + row_offset(params, row) * bytes_of(type);
-  const float share = params.share;
+      static_cast<const unsigned char*>(p.msa.data) + params.where.offset(row) * bytes_of(type);
+  const float share = params.shares.share;
   float mean = 0.0f;
 #pragma unroll 8
   for (int c = lane; c < channels; c += 32) mean = fmaf(load_number(from, type, c), share, mean);
-  mean = over_rest(params, warp_sum(mean));
+  mean = params.shares.over_rest(warp_sum(mean));
   float squares = 0.0f, correction = 0.0f;
 #pragma unroll 8
   for (int c = lane; c < channels; c += 32) {
@@ -332,8 +287,8 @@ __device__ __forceinline__ void normalise_any(const PrepareParams& params, unsig
     if (kCorrects<type>) correction = fmaf(x, share, correction);
   }
   squares = warp_sum(squares);
-  if (kCorrects<type>) correction = over_rest(params, warp_sum(correction));
-  const float scale = rsqrtf(variance<type>(squares * params.inverse, correction) + p.eps);
+  if (kCorrects<type>) correction = params.shares.over_rest(warp_sum(correction));
+  const float scale = rsqrtf(variance<type>(squares * params.shares.inverse, correction) + p.eps);
   correction *= -scale;
 #pragma unroll 4
   for (int c = lane; c < channels; c += 32) {

@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_ops import _check
 from fused_ops._dispatch import Operator, Result
 from fused_ops._precision import autocast_dtype, resolve_precision
-from fused_ops.msa_row_attention import composition
+from fused_ops.msa_row_attention import composition, cuda
 
 NAME = "msa_row_attention"
 
@@ -156,6 +156,7 @@ OPERATOR = Operator(
     },
     forward=composition.forward,
     backward=composition.backward,
+    device_backward=cuda.cuda_backward,
 )
 
 

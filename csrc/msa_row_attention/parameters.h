@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ends of the backward: through the LayerNorms, and the gradients of the parameters, which are
+// sums over all positions. Plain data.
+#pragma once
+
+#include "msa_row_attention/msa_row_attention.h"
+
+namespace fused_ops::msa_row_attention {
+
+// Of `sizes` only groups, rows, n and channels count.
+struct NormBackwardProblem {
+  Sizes sizes;
+  float eps = 0.0f;
+  Msa source;                  // what was normalised
+  Stored weight;               // (channels)
+  const void* grad = nullptr;  // (positions(), channels): of the LayerNorm's result
+  DType grad_type = DType::kFloat32;
+  void* out = nullptr;          // likewise, of source.type: the gradient of the source; or null
+  float* statistics = nullptr;  // (positions(), 4): mean, what to add to it, 1 / deviation; or null
+};
+
+void norm_backward_sm80(const NormBackwardProblem& problem, CUstream_st* stream);
+
+// Sums over positions of a gradient, and of its product with what a LayerNorm made of its source
+// before weight and bias. The positions are cut into `parts`, whose sums are stored apart.
+struct ColumnSumsProblem {
+  Sizes sizes;  // groups, rows, n: positions
+  int columns = 0;
+  const void* grad = nullptr;  // (positions(), columns)
+  DType grad_type = DType::kFloat32;
+  std::int64_t grad_stride = 0;  // from a position to the next
+  Msa source;                    // of as many columns; null: only the first sums
+  const float* statistics = nullptr;
+  int parts = 0;
+  float* sums = nullptr;  // (parts, 1 or 2, columns)
+};
+
+// A few for each multiprocessor: they are added one after the other.
+int column_sum_parts(std::int64_t positions, int columns);
+void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream);
+
+// Where a gradient goes, in its parameter's type. Null: not wanted.
+struct Result {
+  void* data = nullptr;
+  DType type = DType::kFloat32;
+};
+
+// One of the results: the sum of `slabs` times its numbers, in order. Of each `chunk` of these
+// numbers it has the first `filled`.
+struct Summand {
+  const float* from = nullptr;
+  std::int64_t slabs = 0;
+  std::int64_t slab_stride = 0;
+  std::int64_t count = 0;  // of results
+  std::int64_t chunk = 1;
+  std::int64_t filled = 1;
+  Result result;
+};
+
+constexpr int kSummands = 12;
+
+struct FinishProblem {
+  Summand summands[kSummands];
+  int count = 0;
+};
+
+void finish_sm80(const FinishProblem& problem, CUstream_st* stream);
+
+}  // namespace fused_ops::msa_row_attention

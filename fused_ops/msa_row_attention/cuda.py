@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward on CUDA: one C++ op, ``csrc/msa_row_attention/backward_cuda.cpp``.
+
+It runs the room's kernels and the matrix products between them; docs/ops/ has the formulae.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cuda_backward(grad: Tensor, *args: Any) -> list[Tensor] | None:
+    """Gradients of the wanted tensors among ``DIFFERENTIABLE``; None where there are no positions.
+
+    Arguments as :func:`composition.backward` takes them.
+    """
+    if grad.numel() == 0:
+        return None
+    # Not looked up at import: the library that defines it is loaded later, if at all.
+    op = torch.ops.fused_ops.msa_row_attention_backward_cuda.default
+    grads: list[Tensor] = op(grad, *args)
+    return grads
