@@ -323,7 +323,7 @@ def test_gradients_under_autocast(place, dtype):
     for a, b, leaf in zip(ours, plain, [msa, pair, *fused.parameters()], strict=True):
         assert a.dtype == leaf.dtype
         scale = b.float().abs().max().item() + 1e-3
-        assert (a.float() - b.float()).abs().max().item() <= 0.05 * scale
+        assert (a.float() - b.float()).abs().max().item() <= 0.05 * scale + 0.02
 
 
 @pytest.mark.gpu
