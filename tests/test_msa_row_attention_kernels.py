@@ -346,8 +346,10 @@ def test_gradients_of_more_than_is_taken_at_a_time(groups, rows):
         )
         for total, one in zip(sums, some, strict=True):
             total += one.double()
+    largest = max(exact.norm() for exact in sums[2:])
     for ours, exact in zip(whole, sums, strict=True):
-        assert relative_error(ours, exact) < 2e-2
+        # What shifts all logits of a query alike has no gradient but noise.
+        assert (ours.double() - exact).norm() <= 0.02 * exact.norm() + 1e-3 * largest
 
 
 def _poison() -> None:

@@ -531,7 +531,11 @@ class Backward {
     void* map_data = maps.mutable_data_ptr();
     if (needs_[kPairBiasWeight]) {
       void* input = memory_.at(at_pair_input_);
-      if (has_norm) {
+      const bool plain = source.type == call_.type() && source.position_stride == channels &&
+                         source.row_stride == n * channels;
+      if (!has_norm && plain) {
+        input = const_cast<void*>(source.data);
+      } else if (has_norm) {
         PrepareProblem prepare;
         prepare.sizes = part;
         prepare.mode = call_.mode();
@@ -553,7 +557,9 @@ class Backward {
     }
     if (!to && !needs_pair_norm()) return;
     const Tensor turned = view_of(like, map_data, {count, heads}, {1, map}, call_.scalar());
-    const Tensor d_input = multiply(turned, weight, memory_.at(at_d_pair_input_));
+    const bool direct = !has_norm && !call_.is_fp32() && source.type == call_.type();
+    const Tensor d_input = multiply(turned, weight, direct ? to : memory_.at(at_d_pair_input_));
+    if (direct) return;
     if (!has_norm) {
       call_operator(
           "aten::copy_",

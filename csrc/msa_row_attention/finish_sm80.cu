@@ -22,6 +22,32 @@ int column_sum_parts(std::int64_t positions, int columns) {
       std::max<std::int64_t>(1, std::min(most, ceil_div(8 * multiprocessors(), tiles))));
 }
 
+namespace {
+
+constexpr const char* kColumnSums = "msa_row_attention: launching column_sums_sm80";
+
+template <DType grad_type, bool with_source, DType source_type>
+void launch_column_sums(const ColumnSumsParams& p, CUstream_st* stream) {
+  launch(kColumnSums, column_sums_kernel<grad_type, with_source, source_type>,
+         p.tiles * static_cast<unsigned>(p.problem.parts), kFinishThreads, sizeof(ColumnSumsShared),
+         stream, p);
+}
+
+template <DType grad_type>
+void with_source(const ColumnSumsParams& p, CUstream_st* stream) {
+  const Msa& source = p.problem.source;
+  if (!source.data) return launch_column_sums<grad_type, false, grad_type>(p, stream);
+  if (source.type == DType::kFloat32) {
+    launch_column_sums<grad_type, true, DType::kFloat32>(p, stream);
+  } else if (source.type == DType::kBFloat16) {
+    launch_column_sums<grad_type, true, DType::kBFloat16>(p, stream);
+  } else {
+    launch_column_sums<grad_type, true, DType::kFloat16>(p, stream);
+  }
+}
+
+}  // namespace
+
 void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream) {
   if (problem.columns == 0) return;
   ColumnSumsParams p;
@@ -31,16 +57,14 @@ void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream) {
   p.tiles = static_cast<unsigned>(ceil_div(problem.columns, kSumColumns));
   p.pairs = problem.columns % 2 == 0 && problem.grad_stride % 2 == 0 &&
             holds_pairs(problem.grad, problem.grad_type);
-  const char* what = "msa_row_attention: launching column_sums_sm80";
-  const unsigned blocks = p.tiles * static_cast<unsigned>(problem.parts);
-  if (!problem.source.data) {
-    return launch(what, column_sums_kernel<false>, blocks, kFinishThreads, sizeof(ColumnSumsShared),
-                  stream, p);
+  if (problem.source.data) {
+    p.where = NormRows::of(problem.sizes, problem.source);
+    p.pairs =
+        p.pairs && p.where.steps_by(2) && holds_pairs(problem.source.data, problem.source.type);
   }
-  p.where = NormRows::of(problem.sizes, problem.source);
-  p.pairs = p.pairs && p.where.steps_by(2) && holds_pairs(problem.source.data, problem.source.type);
-  launch(what, column_sums_kernel<true>, blocks, kFinishThreads, sizeof(ColumnSumsShared), stream,
-         p);
+  if (problem.grad_type == DType::kFloat32) return with_source<DType::kFloat32>(p, stream);
+  if (problem.grad_type == DType::kBFloat16) return with_source<DType::kBFloat16>(p, stream);
+  with_source<DType::kFloat16>(p, stream);
 }
 
 void finish_sm80(const FinishProblem& problem, CUstream_st* stream) {
@@ -48,12 +72,12 @@ void finish_sm80(const FinishProblem& problem, CUstream_st* stream) {
   p.problem = problem;
   unsigned blocks = 0;
   for (int i = 0; i < problem.count; ++i) {
-    p.blocks[i] = static_cast<unsigned>(ceil_div(problem.summands[i].count, kFinishThreads));
+    p.blocks[i] = static_cast<unsigned>(ceil_div(problem.summands[i].count, kFinishNumbers));
     blocks += p.blocks[i];
   }
   if (blocks == 0) return;
-  launch("msa_row_attention: launching finish_sm80", finish_kernel, blocks, kFinishThreads, 0,
-         stream, p);
+  launch("msa_row_attention: launching finish_sm80", finish_kernel, blocks, kFinishThreads,
+         sizeof(FinishShared), stream, p);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -25,24 +25,25 @@ struct ColumnSumsShared {
   float sums[2][kFinishWarps][kSumColumns];
 };
 
-// Two neighbouring numbers; zeros from `columns` on.
-__device__ __forceinline__ float2 load_pair(const void* data, DType type, std::int64_t at,
-                                            bool pairs, int left) {
-  if (left <= 0) return make_float2(0.0f, 0.0f);
+// Two neighbouring numbers; zeros from `left` on.
+template <DType type>
+__device__ __forceinline__ float2 load_pair(const void* data, std::int64_t at, bool pairs,
+                                            int left) {
   if (pairs) {
-    if (type == DType::kFloat32) {
+    if (left <= 0) return make_float2(0.0f, 0.0f);
+    if constexpr (type == DType::kFloat32) {
       return *reinterpret_cast<const float2*>(static_cast<const float*>(data) + at);
+    } else {
+      return unpack_two<type>(
+          *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(data) + at));
     }
-    const auto word =
-        *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(data) + at);
-    return type == DType::kBFloat16 ? sm80::unpack_bf16(word) : sm80::unpack_f16(word);
   }
-  return make_float2(load_number(data, type, at),
+  return make_float2(left > 0 ? load_number(data, type, at) : 0.0f,
                      left > 1 ? load_number(data, type, at + 1) : 0.0f);
 }
 
 // A block takes kSumColumns columns of a part of the positions; a warp every kFinishWarps-th one.
-template <bool with_source>
+template <DType grad_type, bool with_source, DType source_type>
 __global__ void __launch_bounds__(kFinishThreads)
     column_sums_kernel(const __grid_constant__ ColumnSumsParams params) {
   const ColumnSumsProblem& p = params.problem;
@@ -56,13 +57,12 @@ __global__ void __launch_bounds__(kFinishThreads)
   float2 sum = make_float2(0.0f, 0.0f), products = sum;
 #pragma unroll 8
   for (std::int64_t at = first + warp; at < last; at += kFinishWarps) {
-    const float2 g =
-        load_pair(p.grad, p.grad_type, at * p.grad_stride + column, params.pairs, left);
+    const float2 g = load_pair<grad_type>(p.grad, at * p.grad_stride + column, params.pairs, left);
     sum.x += g.x;
     sum.y += g.y;
     if (with_source) {
-      const float2 x = load_pair(p.source.data, p.source.type, params.where.offset(at) + column,
-                                 params.pairs, left);
+      const float2 x = load_pair<source_type>(p.source.data, params.where.offset(at) + column,
+                                              params.pairs, left);
       const float4 of = reinterpret_cast<const float4*>(p.statistics)[at];
       products.x = fmaf(g.x, (x.x - of.x - of.y) * of.z, products.x);
       products.y = fmaf(g.y, (x.y - of.x - of.y) * of.z, products.y);
@@ -85,25 +85,41 @@ __global__ void __launch_bounds__(kFinishThreads)
   p.sums[(part * kKinds + kind) * p.columns + to] = all;
 }
 
+constexpr int kFinishNumbers = 32;  // of a block
+
+struct FinishShared {
+  float sums[kFinishWarps][kFinishNumbers];
+};
+
 struct FinishParams {
   FinishProblem problem;
   unsigned blocks[kSummands] = {};
 };
 
-// A thread takes one number.
+// A block takes 32 numbers, a warp every kFinishWarps-th slab of them.
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ FinishParams params) {
+  auto& shared = shared_memory<FinishShared>();
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   unsigned block = blockIdx.x;
   int i = 0;
   while (block >= params.blocks[i]) block -= params.blocks[i++];
   const Summand& s = params.problem.summands[i];
-  const std::int64_t at = std::int64_t{block} * kFinishThreads + thread_index();
-  if (at >= s.count) return;
-  const std::int64_t chunk = at / s.filled;
-  const float* from = s.from + chunk * s.chunk + (at - chunk * s.filled);
+  const std::int64_t at = std::int64_t{block} * kFinishNumbers + lane;
   float sum = 0.0f;
-#pragma unroll 16  // loads under way together
-  for (std::int64_t slab = 0; slab < s.slabs; ++slab) sum += from[slab * s.slab_stride];
+  if (at < s.count) {
+    const std::int64_t chunk = at / s.filled;
+    const float* from = s.from + chunk * s.chunk + (at - chunk * s.filled);
+#pragma unroll 8  // loads under way together
+    for (std::int64_t slab = warp; slab < s.slabs; slab += kFinishWarps) {
+      sum += from[slab * s.slab_stride];
+    }
+  }
+  shared.sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || at >= s.count) return;
+#pragma unroll
+  for (int w = 1; w < kFinishWarps; ++w) sum += shared.sums[w][lane];
   store_number(s.result.data, s.result.type, at, sum);
 }
 
