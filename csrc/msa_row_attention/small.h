@@ -13,7 +13,7 @@ namespace fused_ops::msa_row_attention {
 // Of the MSA, the pair tensor and all heads: a quarter of a line of weights lies in registers.
 constexpr int kSmallMostChannels = 256;
 constexpr int kSmallMostKeys = 128;                // a lane has four of them
-constexpr int kSmallMostLogits = 1024;             // of a query, all heads
+constexpr int kSmallMostLogits = 1024;             // of a query, all heads, keys in whole warps
 constexpr std::int64_t kSmallMostLines = 1 << 12;  // positions; pairs may be 32 times as many
 
 // About 10 us at half the FFMA rate of an H200. Below, launches and latency decide, which are
@@ -29,7 +29,7 @@ constexpr int small_line(const Sizes& sizes) {
 constexpr bool small_fits(const Sizes& sizes) {
   if (sizes.channels > kSmallMostChannels || sizes.pair_channels > kSmallMostChannels ||
       std::int64_t{sizes.heads} * sizes.dim > kSmallMostChannels || sizes.n > kSmallMostKeys ||
-      sizes.heads * sizes.n > kSmallMostLogits) {
+      sizes.heads * ceil_div(sizes.n, 32) * 32 > kSmallMostLogits) {
     return false;
   }
   // One by one: there may be any number of each.

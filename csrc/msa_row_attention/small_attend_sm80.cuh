@@ -31,7 +31,8 @@ struct SmallAttendParams {
   void* out = nullptr;
 };
 
-// Lines of attention weights of a head, (key, query), are a few banks apart.
+// Attention weights of a head, (key, query) with keys up to a multiple of 32, are a few banks apart
+// from those of the next one.
 constexpr int kHeadGap = 4;
 constexpr int kSmallMostHeads = kSmallMostChannels / 8;
 
@@ -96,7 +97,7 @@ struct SmallAttend {
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int query_at(int q) const { return min(first_query + q, p.n - 1); }
   __device__ __forceinline__ float* weights_of(int head) const {
-    return &shared.weights[head * (p.n * queries + kHeadGap)];
+    return &shared.weights[head * ((p.n + 31) / 32 * 32 * queries + kHeadGap)];
   }
 
   __device__ __forceinline__ void find_keys() {
@@ -224,13 +225,12 @@ struct SmallAttend {
     float* weights = weights_of(head);
 #pragma unroll
     for (int q = 0; q < kOwn; ++q) {
-      const float inverse = 1.0f / sum[q];
+      const float inverse = __fdividef(1.0f, sum[q]);
 #pragma unroll
       for (int t = 0; t < key_lines; ++t) {
-        const int key = lane() + 32 * t;
         // Of absent keys zero whatever the sum is.
         const float share = own >> t & 1 ? logit[t][q] * inverse : 0.0f;
-        if (key < p.n) weights[key * queries + first + q] = share;
+        if (32 * t < p.n) weights[(lane() + 32 * t) * queries + first + q] = share;
       }
     }
   }
@@ -242,8 +242,8 @@ struct SmallAttend {
     float sum[queries] = {};
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
+      if (key_lines > 1 && i % 8 == 0 && 4 * i >= p.n) break;
       const int key = thread / kSmallColumns + 4 * i;
-      if (key >= p.n) break;
 #pragma unroll
       for (int q = 0; q < queries; q += 4) {
         float4 four = *reinterpret_cast<const float4*>(&weights[key * queries + q]);
@@ -292,7 +292,10 @@ struct SmallAttend {
   __device__ __forceinline__ void all() {
     if (kEarlyWeights) load_weights(0);
     find_keys();
-    for (int i = thread; i < queries * most / 4; i += kSmallThreads) {  // lines end in zeros
+#pragma unroll
+    for (int first = 0; first < queries * most / 4; first += kSmallThreads) {  // end in zeros
+      const int i = first + thread;
+      if (i >= queries * most / 4) continue;
       reinterpret_cast<float4*>(shared.attended)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     sm80::griddepcontrol_wait();

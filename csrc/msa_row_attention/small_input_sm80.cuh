@@ -20,6 +20,10 @@ constexpr int kSmallColumns = 64;    // of a block at a time
 constexpr int kSmallPositions = 16;  // likewise
 constexpr int kSmallPairs = 32;      // of a block of the bias
 
+// Whether there are registers for reading all early and for all products at a time.
+template <int most, bool plain>
+constexpr bool kSmallEarly = plain && most <= 64;
+
 // Four lanes whose numbers differ in bits `first` and `second` have parts of four sums; afterwards
 // the lane with bits (b, c) has the whole sum b + 2 * c.
 template <int first, int second>
@@ -31,6 +35,15 @@ __device__ __forceinline__ float fold_four(const float (&sum)[4], int lane) {
       (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kWholeWarp, odd ? sum[2] : sum[3], first);
   return (high ? high_pair : low_pair) +
          __shfl_xor_sync(kWholeWarp, high ? low_pair : high_pair, second);
+}
+
+// Keeps the compiler from putting reads off until others have come.
+template <int fours>
+__device__ __forceinline__ void read_now(uint4 (&raw)[fours]) {
+#pragma unroll
+  for (int i = 0; i < fours; ++i) {
+    raw[i].x = static_cast<unsigned>(sm80::opaque(static_cast<int>(raw[i].x)));
+  }
 }
 
 // A line of up to `most` weights, a quarter of it: every fourth four. The lanes of a warp have
@@ -88,12 +101,9 @@ struct SmallInputParams {
   Norm norm;
   Source weight[4];  // query, key, value, gate
   Source gate_bias;
-  // Query times 1 / sqrt(d), value and the gate as a factor: (positions, width). Key: (row, head,
-  // dim / 4, N, 4), for lanes that have one each.
-  float* query = nullptr;
-  float* key = nullptr;
-  float* value = nullptr;
-  float* gate = nullptr;
+  // Query times 1 / sqrt(d), key, value and the gate as a factor, one after the other: (positions,
+  // width), but the key (row, head, dim / 4, N, 4), for lanes that have one each.
+  float* to = nullptr;
 
   int pairs = 0;
   int heads = 0;
@@ -119,6 +129,7 @@ __device__ __forceinline__ void small_project(const SmallInputParams& p, int blo
   using MsaLine = Line<kSmallThreads / kSmallPositions, most / 64>;
   constexpr int kLanes = kSmallThreads / kSmallPositions;
   constexpr int kFours = most / 64;
+  constexpr bool kEarly = kSmallEarly<most, plain>;
   const int thread = thread_index();
   const int lane = thread % 32;
   const int part = lane / 8;
@@ -132,62 +143,70 @@ __device__ __forceinline__ void small_project(const SmallInputParams& p, int blo
   const bool exists = column < p.width;
   const bool is_zero = !exists || in_head >= p.head_dim;
   const int line = is_zero ? 0 : head * p.head_dim + in_head;
+  float* to = p.to + matrix * p.positions * p.width;
 
-  WeightPart<most, plain> weight;
-#pragma unroll 1
-  for (int tile = first_tile; tile < p.tiles; tile += p.tile_steps) {
-    // Everything from memory at once; places beyond the last read that one.
-    uint4 raw[kFours], raw_norm_weight[kFours], raw_norm_bias[kFours];
-    {
-      const int place = min(tile * kSmallPositions + thread / kLanes, p.positions - 1);
-      const int row = p.n.divide(place);
-      const int group = p.rows.divide(row);
-      MsaLine::template load<plain>(raw, p.msa,
-                                    group * p.group_stride +
-                                        p.rows.rest(row, group) * p.row_stride +
-                                        p.n.rest(place, row) * p.position_stride,
-                                    thread % kLanes, p.channels);
-    }
+  // Everything from memory at once; places beyond the last read that one.
+  uint4 raw[kFours], raw_norm_weight[kFours], raw_norm_bias[kFours];
+  const auto load_msa = [&](int tile) {
+    const int place = min(tile * kSmallPositions + thread / kLanes, p.positions - 1);
+    const int row = p.n.divide(place);
+    const int group = p.rows.divide(row);
+    MsaLine::template load<plain>(raw, p.msa,
+                                  group * p.group_stride + p.rows.rest(row, group) * p.row_stride +
+                                      p.n.rest(place, row) * p.position_stride,
+                                  thread % kLanes, p.channels);
+  };
+  load_msa(first_tile);
+  const auto load_norm = [&] {
     MsaLine::template load<plain>(raw_norm_weight, p.norm.weight, 0, thread % kLanes, p.channels);
     MsaLine::template load<plain>(raw_norm_bias, p.norm.bias, 0, thread % kLanes, p.channels);
-    if (tile == first_tile) {
-      weight.load(p.weight[matrix], line, is_zero ? 0 : p.channels, p.channels, part);
-    }
-    const float add = matrix == 3 && !is_zero ? load_one<plain>(p.gate_bias, line) : 0.0f;
-
+  };
+  if (kEarly) load_norm();
+  WeightPart<most, plain> weight;
+  weight.load(p.weight[matrix], line, is_zero ? 0 : p.channels, p.channels, part);
+  const float add = matrix == 3 && !is_zero ? load_one<plain>(p.gate_bias, line) : 0.0f;
+  if (kEarly) {
+    read_now(raw_norm_weight);
+    read_now(raw_norm_bias);
+  }
+#pragma unroll 1
+  for (int tile = first_tile; tile < p.tiles; tile += p.tile_steps) {
     MsaLine x;
     x.template take<plain>(raw, p.msa.type);
     x.normalize(thread % kLanes, p.norm);
+    if (!kEarly) load_norm();
     x.template scale<plain>(p.norm, raw_norm_weight, raw_norm_bias);
     if (tile != first_tile) __syncthreads();  // the last ones have been read
     x.store(x_lines[thread / kLanes], thread % kLanes);
     __syncthreads();
+    if (tile + p.tile_steps < p.tiles) load_msa(tile + p.tile_steps);
 
-    float result[kSmallPositions / 4];
+    constexpr int kTogether = kEarly ? 4 : 1;  // of four positions
+#pragma unroll 1
+    for (int first = 0; first < kSmallPositions; first += 4 * kTogether) {
+      float result[kTogether];
 #pragma unroll
-    for (int four = 0; four < kSmallPositions / 4; ++four) {
-      float sum[4] = {};
-      weight.template multiply<most>(sum, x_lines[4 * four], p.weight[matrix].type, p.channels,
-                                     part);
-      result[four] = fold_four<8, 16>(sum, lane);
-    }
-    // Lanes hold 4 neighbouring positions and 8 columns: whole sectors of 32 bytes.
+      for (int k = 0; k < kTogether; ++k) {
+        float sum[4] = {};
+        weight.template multiply<most>(sum, x_lines[first + 4 * k], p.weight[matrix].type,
+                                       p.channels, part);
+        result[k] = fold_four<8, 16>(sum, lane);
+      }
+      if (matrix == 3) {
 #pragma unroll
-    for (int four = 0; four < kSmallPositions / 4; ++four) {
-      const int place = tile * kSmallPositions + 4 * four + part;
-      if (place >= p.positions || !exists) continue;
-      const int at = place * p.width + column;
-      if (matrix == 0) {
-        p.query[at] = result[four] * p.query_scale;
-      } else if (matrix == 1) {
+        for (int k = 0; k < kTogether; ++k) result[k] = sigmoid(result[k] + add);
+      }
+      // Lanes hold 4 neighbouring positions and 8 columns: whole sectors of 32 bytes.
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int place = tile * kSmallPositions + first + 4 * k + part;
         const int n = static_cast<int>(p.n.divisor);
         const int row = p.n.divide(place);
-        p.key[row * n * p.width + (column - in_head % 4) * n + p.n.rest(place, row) * 4 +
-              in_head % 4] = result[four];
-      } else if (matrix == 2) {
-        p.value[at] = result[four];
-      } else {
-        p.gate[at] = sigmoid(result[four] + add);
+        const int at = matrix == 1 ? row * n * p.width + (column - in_head % 4) * n +
+                                         p.n.rest(place, row) * 4 + in_head % 4
+                                   : place * p.width + column;
+        if (place < p.positions && exists)
+          to[at] = matrix == 0 ? result[k] * p.query_scale : result[k];
       }
     }
   }
@@ -197,7 +216,7 @@ template <int most, bool plain>
 __device__ __forceinline__ void small_bias(const SmallInputParams& p, int block) {
   constexpr int kLanes = kSmallThreads / kSmallPairs;
   constexpr int kFours = most / 4 / kLanes;
-  constexpr bool kEarly = most <= 64;  // else there are too few registers
+  constexpr bool kEarly = kSmallEarly<most, plain>;
   using PairLine = Line<kLanes, kFours>;
   const int thread = thread_index();
   const int lane = thread % kLanes;
@@ -207,32 +226,36 @@ __device__ __forceinline__ void small_bias(const SmallInputParams& p, int block)
   const int j = p.n.rest(pair, line);
   const int group = p.n.divide(line);
   const int i = p.n.rest(line, group);
-  uint4 raw[kFours];
+  uint4 raw[kFours], raw_norm_weight[kFours], raw_norm_bias[kFours];
   uint4 raw_weight[4][kFours];  // of four heads
   PairLine::template load<plain>(raw, p.pair,
                                  group * p.pair_group_stride + i * p.i_stride + j * p.j_stride,
                                  lane, p.pair_channels);
-  const auto load_weights = [&](int first_head) {
-#pragma unroll
-    for (int h = 0; h < 4; ++h) {
-      const int head = first_head + h;
-      PairLine::template load<plain>(raw_weight[h], p.pair_weight, head * p.pair_channels, lane,
-                                     head < p.heads ? p.pair_channels : 0);
-    }
+  const auto load_head = [&](uint4(&to)[kFours], int head) {
+    PairLine::template load<plain>(to, p.pair_weight, head * p.pair_channels, lane,
+                                   head < p.heads ? p.pair_channels : 0);
   };
+  const auto load_heads = [&](int first_head) {
+#pragma unroll
+    for (int h = 0; h < 4; ++h) load_head(raw_weight[h], first_head + h);
+  };
+  const auto load_norm = [&] {
+    const int channels = p.normed ? p.pair_channels : 0;
+    PairLine::template load<plain>(raw_norm_weight, p.pair_norm.weight, 0, lane, channels);
+    PairLine::template load<plain>(raw_norm_bias, p.pair_norm.bias, 0, lane, channels);
+  };
+  if (kEarly) {
+    load_norm();
+    load_heads(0);
+    read_now(raw_norm_weight);
+    read_now(raw_norm_bias);
+  }
   PairLine x;
+  x.template take<plain>(raw, p.pair.type);
   if (p.normed) {
-    uint4 raw_norm_weight[kFours], raw_norm_bias[kFours];
-    PairLine::template load<plain>(raw_norm_weight, p.pair_norm.weight, 0, lane, p.pair_channels);
-    PairLine::template load<plain>(raw_norm_bias, p.pair_norm.bias, 0, lane, p.pair_channels);
-    if (kEarly) load_weights(0);
-    x.template take<plain>(raw, p.pair.type);
     x.normalize(lane, p.pair_norm);
+    if (!kEarly) load_norm();
     x.template scale<plain>(p.pair_norm, raw_norm_weight, raw_norm_bias);
-    if (!kEarly) load_weights(0);
-  } else {
-    load_weights(0);
-    x.template take<plain>(raw, p.pair.type);
   }
   const int n = static_cast<int>(p.n.divisor);
 #pragma unroll 1
@@ -240,6 +263,7 @@ __device__ __forceinline__ void small_bias(const SmallInputParams& p, int block)
     float sum[4] = {};
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
+      if (!kEarly) load_head(raw_weight[h], first_head + h);
 #pragma unroll
       for (int f = 0; f < kFours; ++f) {
         float4 w = converted<plain>(raw_weight[h][f], p.pair_weight.type);
@@ -247,7 +271,7 @@ __device__ __forceinline__ void small_bias(const SmallInputParams& p, int block)
         for (int e = 0; e < 4; ++e) sum[h] = fmaf(element(x.value[f], e), element(w, e), sum[h]);
       }
     }
-    if (first_head + 4 < p.heads) load_weights(first_head + 4);
+    if (kEarly && first_head + 4 < p.heads) load_heads(first_head + 4);
     float bias = fold_four<1, 2>(sum, lane);
     bias += __shfl_xor_sync(kWholeWarp, bias, 4);
     const int head = first_head + lane % 4;

@@ -47,12 +47,8 @@ SmallInputParams input_params(const SmallProblem& problem) {
   const Stored* weights[4] = {&prepare.query, &prepare.key, &prepare.value, &prepare.gate};
   for (int m = 0; m < 4; ++m) p.weight[m] = source_of(*weights[m], sizes.channels);
   p.gate_bias = source_of(prepare.gate_bias, 1);
-  const std::int64_t numbers = sizes.positions() * p.width;
-  p.query = problem.workspace;
-  p.key = p.query + numbers;
-  p.value = p.key + numbers;
-  p.gate = p.value + numbers;
-  p.bias = p.gate + numbers;
+  p.to = problem.workspace;
+  p.bias = p.to + 4 * sizes.positions() * p.width;
 
   p.pairs = static_cast<int>(sizes.groups * sizes.n * sizes.n);
   p.heads = sizes.heads;
@@ -84,10 +80,11 @@ SmallAttendParams attend_params(const SmallProblem& problem, const SmallInputPar
   p.rows = input.rows;
   p.dim = input.dim;
   p.mask = prepare.mask;
-  p.query = input.query;
-  p.key = input.key;
-  p.value = input.value;
-  p.gate = input.gate;
+  const std::int64_t numbers = sizes.positions() * p.width;
+  p.query = input.to;
+  p.key = p.query + numbers;
+  p.value = p.key + numbers;
+  p.gate = p.value + numbers;
   p.bias = input.bias;
   p.weight = source_of(prepare.out_proj, p.model_width);
   p.weight_bias = source_of(prepare.out_proj_bias, 1);
