@@ -2,11 +2,14 @@
 """The two launches for small row attention, run on the CPU, against float64."""
 
 import math
+import re
 
 import pytest
 import torch
 from emulation.build import EmulationError, driver, span
 from helpers import ROUNDING
+
+from fused_ops import _C
 
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 MODES = [torch.bfloat16, torch.float16, torch.float32, torch.float32]
@@ -303,3 +306,37 @@ def test_what_is_small():
     msa, pair = tensors(1, 1, 129, 8, 8)
     with pytest.raises(EmulationError, match="small_forward must get a small problem"):
         run(msa, pair, None, made, 1)
+
+
+# The planner ------------------------------------------------------------------------------------
+
+ARCHS = _C.build_info()["archs"]
+
+
+def plan(groups, rows, n, channels, pair_channels, heads, head_dim, dropout=0, **how):
+    shapes = {
+        "msa": [groups, rows, n, channels],
+        "pair": [groups, n, n, pair_channels],
+        "num_heads": [heads],
+        "head_dim": [head_dim],
+        "dropout": [dropout],
+    }
+    capability = divmod(int(re.match(r"\d+", ARCHS[0])[0]), 10)
+    dtype = how.pop("dtype", "float32")
+    return _C.plan("msa_row_attention", shapes, dtype, "ieee", capability, **how)
+
+
+@pytest.mark.skipif(not ARCHS, reason="built with FUSED_OPS_CUDA=0 or without nvcc")
+def test_the_planner_takes_two_launches_where_they_fit():
+    headline = (2, 8, 32, 64, 32, 4, 16)
+    for dtype in ("float32", "bfloat16", "float16"):
+        answer = plan(*headline, dtype=dtype)
+        assert (answer["path"], answer["kernel"]) == ("kernel", "small_sm80")
+        assert answer["launches"] == 2
+        assert answer["workspace_bytes"] == 4 * (4 * 2 * 8 * 32 * 64 + 2 * 4 * 32 * 32)
+    assert plan(1, 0, 32, 64, 32, 4, 16)["kernel"] == "none for an empty result"
+    for large in ((1, 128, 256, 256, 128, 8, 32), (1, 1, 129, 64, 32, 4, 16)):
+        assert "attend_sm80" in plan(*large, dtype="bfloat16")["kernel"]
+    assert plan(*headline, dropout=1)["path"] == "composition"
+    assert plan(*headline, dtype="float64")["path"] == "composition"
+    assert plan(*headline, backward=True)["kernel"] != "small_sm80"

@@ -7,6 +7,7 @@
 
 #include "common/sanitizers.h"
 #include "msa_row_attention/arguments.h"
+#include "msa_row_attention/small.h"
 
 namespace fused_ops::msa_row_attention {
 namespace {
@@ -31,6 +32,13 @@ template <class T>
 T* offset(T* data, DType type, std::int64_t numbers) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
   return static_cast<Byte*>(data) + numbers * bytes_of(type);
+}
+
+void run_small(const Choice& chosen, SmallProblem& small, Tensor& out) {
+  const Tensor workspace = empty(out, {chosen.plan.workspace_bytes / 4}, ScalarType::Float);
+  small.workspace = workspace.mutable_data_ptr<float>();
+  small.out = out.mutable_data_ptr();
+  small_forward_sm80(small, current_stream(out));
 }
 
 struct Forward {
@@ -199,6 +207,12 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
   FO_CHECK_VALUE(problem.result != DType::kOther &&
                      (problem.msa != DType::kFloat64 || problem.result == DType::kFloat64),
                  kOp, ": dtype must be a floating dtype, and float64 for float64 tensors");
+  FO_CHECK_VALUE(dtype || pair.scalar_type() == msa.scalar_type(), kOp,
+                 ": pair must have the dtype of msa outside autocast, expected ",
+                 dtype_text(msa.scalar_type()), ", got ", dtype_text(pair.scalar_type()));
+  FO_CHECK_VALUE(!dropout_seed || (dropout_seed->scalar_type() == ScalarType::Long &&
+                                   dropout_seed->numel() == 1 && same_device(msa, *dropout_seed)),
+                 kOp, ": dropout_seed must be one int64 on the device of msa");
   problem.precision = precision_from(kOp, precision);
   problem.dropout = dropout > 0.0;
   problem.device = device_capability(msa.get_device_index());
@@ -236,6 +250,19 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
   const auto shape = msa.sizes();
   Tensor out = empty(msa, {shape.begin(), shape.end()}, scalar_type_of(problem.result));
   if (problem.sizes.positions() * channels == 0) return out;
+  if (chosen.small) {
+    SmallProblem small;
+    small.prepare = weights;
+    small.prepare.sizes = problem.sizes;
+    small.prepare.mode = chosen.mode;
+    small.prepare.eps = static_cast<float>(eps);
+    small.prepare.msa = msa_of(msa, lead, &kept_msa);
+    small.prepare.mask = keys;
+    small.bias = bias;
+    small.bias.pair = pairs_of(pair, lead, &kept_pair);
+    run_small(chosen, small, out);
+    return out;
+  }
   Forward{chosen,
           problem.sizes,
           static_cast<float>(eps),

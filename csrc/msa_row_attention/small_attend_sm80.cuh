@@ -274,14 +274,13 @@ struct SmallAttend {
     }
   }
 
-  __device__ __forceinline__ void project(int first_channel) const {
+  __device__ __forceinline__ void project(int first_channel) {
     const int part = lane() / 8;
     const int channel = first_channel + thread / 32 * 8 + lane() % 8;
 #pragma unroll
     for (int four = 0; four < queries; four += 4) {
       float sum[4] = {};
-      weight.template multiply<most>(sum, shared.attended[four], p.weight.type, p.model_width,
-                                     part);
+      weight.template multiply<most>(sum, shared.attended[four], p.model_width, part);
       const float result = fold_four<8, 16>(sum, lane()) + weight_bias;
       const int query = first_query + four + part;
       if (query >= p.n || channel >= p.channels) continue;

@@ -52,30 +52,31 @@ template <int most, bool plain>
 struct WeightPart {
   static constexpr int kFours = most / 16;
 
-  uint4 raw[kFours];
+  float4 number[kFours];
 
   __device__ __forceinline__ void load(const Source& weight, int line, int count, int length,
                                        int part) {
+    uint4 raw[kFours];
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       const int column = 4 * (part + 4 * i);
       raw[i] = load_four<plain>(weight, line * length + column, count - column);
     }
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) number[i] = converted<plain>(raw[i], weight.type);
   }
 
   // Products with four lines in shared memory that are `pitch` apart, whose sums four lanes share.
   template <int pitch>
-  __device__ __forceinline__ void multiply(float (&sum)[4], const float* x, DType type, int length,
-                                           int part) const {
+  __device__ __forceinline__ void multiply(float (&sum)[4], const float* x, int length, int part) {
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       if (most > 64 && 16 * i >= length) break;
-      float4 w = converted<plain>(raw[i], type);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         float4 v = *reinterpret_cast<const float4*>(x + r * pitch + 4 * (part + 4 * i));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[r] = fmaf(element(v, e), element(w, e), sum[r]);
+        for (int e = 0; e < 4; ++e) sum[r] = fmaf(element(v, e), element(number[i], e), sum[r]);
       }
     }
   }
@@ -188,8 +189,7 @@ __device__ __forceinline__ void small_project(const SmallInputParams& p, int blo
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         float sum[4] = {};
-        weight.template multiply<most>(sum, x_lines[first + 4 * k], p.weight[matrix].type,
-                                       p.channels, part);
+        weight.template multiply<most>(sum, x_lines[first + 4 * k], p.channels, part);
         result[k] = fold_four<8, 16>(sum, lane);
       }
       if (matrix == 3) {

@@ -156,6 +156,7 @@ OPERATOR = Operator(
     },
     forward=composition.forward,
     backward=composition.backward,
+    plans_cuda=False,
 )
 
 
@@ -240,7 +241,8 @@ def msa_row_attention(
     RuntimeError
         For tensors on different devices.
     """
-    _check.tensors(NAME, msa=msa, pair=pair)
+    _check.tensor(NAME, "msa", msa)
+    _check.tensor(NAME, "pair", pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
     return OPERATOR(
         msa,
