@@ -41,18 +41,25 @@ TRIANGLES = (
     (187, 8, 16, torch.float16),
 )
 
-# Rows, N, msa_dim, pair_dim, heads, dtype: rows of one and of several tiles of keys, heads of all
-# widths in shared memory, one of them filled up.
+# Rows, N, msa_dim, pair_dim, heads, dtype: for the two launches that take few positions, lines of
+# each length, few queries and many; for the others rows of one and of several tiles of keys, heads
+# of all widths in shared memory, one of them filled up.
 ATTENTIONS = (
-    (3, 17, 24, 7, 3, torch.bfloat16),
-    (5, 40, 64, 16, 2, torch.float16),
-    (2, 130, 80, 40, 2, torch.bfloat16),
-    (3, 77, 120, 132, 2, torch.bfloat16),
-    (2, 70, 128, 24, 1, torch.bfloat16),
-    (3, 33, 65, 33, 13, torch.bfloat16),
     (3, 17, 24, 7, 3, torch.float32),
-    (2, 70, 80, 40, 2, torch.float32),
-    (2, 40, 128, 24, 1, torch.float32),
+    (4, 32, 64, 32, 4, torch.float32),
+    (5, 40, 64, 16, 2, torch.float16),
+    (2, 70, 120, 132, 2, torch.float32),
+    (3, 33, 65, 33, 13, torch.bfloat16),
+    (1, 9, 200, 24, 2, torch.bfloat16),
+    (125, 17, 24, 7, 3, torch.bfloat16),
+    (52, 40, 64, 16, 2, torch.float16),
+    (2, 130, 80, 40, 2, torch.bfloat16),
+    (2, 131, 120, 132, 2, torch.bfloat16),
+    (2, 129, 128, 24, 1, torch.bfloat16),
+    (63, 33, 65, 33, 13, torch.bfloat16),
+    (125, 17, 24, 7, 3, torch.float32),
+    (2, 130, 80, 40, 2, torch.float32),
+    (52, 40, 128, 24, 1, torch.float32),
 )
 
 

@@ -28,11 +28,12 @@ class Stub(NamedTuple):
     requires_grad: bool = False
 
 
-def test_a_cuda_call_of_an_op_with_kernels_goes_to_cpp_unseen(monkeypatch):
+@pytest.mark.parametrize("op", ["triangular_multiplicative_update", "msa_row_attention"])
+def test_a_cuda_call_of_an_op_with_kernels_goes_to_cpp_unseen(monkeypatch, op):
     """No checks and no plan in Python, where the C++ host op makes its own."""
-    fused, _ = build("triangular_multiplicative_update")
-    operator = OPERATORS["triangular_multiplicative_update"]
-    flat = fused._operands(*inputs("triangular_multiplicative_update", 5))
+    fused, _ = build(op)
+    operator = OPERATORS[op]
+    flat = fused._operands(*inputs(op, 5))
     flat[0] = Stub()
     monkeypatch.setattr(operator, "_forward_op", lambda *args: args)
     monkeypatch.setattr(operator, "_signature", lambda args: pytest.fail("looked at all tensors"))

@@ -47,6 +47,11 @@ def tensors(place, dtype, lead, s, n, channels, pair_channels, pair_lead=None):
     return msa, pair
 
 
+def lengths(place, few, many):
+    """On a GPU a size that the two launches for small problems take, and one that they leave."""
+    return (few,) if place == "cpu" else (few, many)
+
+
 def check(fused, eager, msa, pair, mask, dtype):
     """The value alone, against float64, by the rule for results; in fp32 also with TF32."""
     with torch.no_grad():
@@ -71,9 +76,9 @@ def check_gradients(fused, eager, msa, pair, mask, dtype):
 @pytest.mark.parametrize("head_dim", [1, 5, 8, 16, 17, 24, 32, 48, 64, 100, 128])
 def test_any_width_of_a_head(place, dtype, head_dim):
     fused, eager = modules(place, dtype, 40, 24, 3, head_dim)
-    n = 37 if place == "cpu" else 150
-    msa, pair = tensors(place, dtype, (1,), 3, n, 40, 24)
-    check(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
+    for n in lengths(place, 37, 150):
+        msa, pair = tensors(place, dtype, (1,), 3, n, 40, 24)
+        check(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
 
 
 @everywhere
@@ -82,7 +87,7 @@ def test_any_length(place, dtype, n):
     if place == "cpu" and n > 100:
         n = n // 8 + 1
     fused, eager = modules(place, dtype, 64, 32, 4, 16, pair_norm=False)
-    for s in (1, 2, 5):
+    for s in (1, 2, *lengths(place, 5, 4096 // n + 1)):
         msa, pair = tensors(place, dtype, (1,), s, n, 64, 32)
         check(fused, eager, msa, pair, mask_of(1, s, n, device=place), dtype)
         check(fused, eager, msa, pair, None, dtype)
@@ -102,8 +107,9 @@ def test_any_depth(place, dtype, s):
 def test_any_channels(place, dtype, channels):
     c, z, heads = channels
     fused, eager = modules(place, dtype, c, z, heads, 8, bias=False)
-    msa, pair = tensors(place, dtype, (2,), 3, 19, c, z)
-    check(fused, eager, msa, pair, mask_of(2, 3, 19, device=place), dtype)
+    for n in lengths(place, 19, 140):
+        msa, pair = tensors(place, dtype, (2,), 3, n, c, z)
+        check(fused, eager, msa, pair, mask_of(2, 3, n, device=place), dtype)
 
 
 LEADS = [
@@ -123,24 +129,29 @@ LEADS = [
 @pytest.mark.parametrize("lead, pair_lead", LEADS)
 def test_leading_axes(place, dtype, lead, pair_lead):
     fused, eager = modules(place, dtype, 24, 16, 2, 8)
-    msa, pair = tensors(place, dtype, lead, 3, 21, 24, 16, pair_lead)
-    for mask_lead in ((), lead):
-        mask = mask_of(*mask_lead, 3, 21, device=place)
-        check(fused, eager, msa, pair, mask.expand(*lead, 3, 21), dtype)
-        assert torch.equal(fused(msa, pair, mask), fused(msa, pair, mask.expand(*lead, 3, 21)))
+    for n in lengths(place, 21, 133):
+        msa, pair = tensors(place, dtype, lead, 3, n, 24, 16, pair_lead)
+        for mask_lead in ((), lead):
+            mask = mask_of(*mask_lead, 3, n, device=place)
+            expanded = mask.expand(*lead, 3, n)
+            check(fused, eager, msa, pair, expanded, dtype)
+            assert torch.equal(fused(msa, pair, mask), fused(msa, pair, expanded))
 
 
 @everywhere
 def test_views(place, dtype):
     fused, eager = modules(place, dtype, 32, 16, 2, 16)
-    msa, pair = tensors(place, dtype, (2,), 4, 22, 32, 16)
-    mask = mask_of(2, 4, 22, device=place)
-    result = fused(msa, pair, mask)
-    assert torch.equal(fused(strided(msa.detach()), strided(pair.detach()), strided(mask)), result)
-    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (msa, pair)]
-    assert torch.equal(fused(*turned, mask), result)
-    one = msa.detach()[:1, :1].expand(3, 4, -1, -1)
-    check(fused, eager, one, pair.detach()[:1].expand(3, -1, -1, -1), None, dtype)
+    for n in lengths(place, 22, 130):
+        msa, pair = tensors(place, dtype, (2,), 4, n, 32, 16)
+        mask = mask_of(2, 4, n, device=place)
+        result = fused(msa, pair, mask)
+        assert torch.equal(
+            fused(strided(msa.detach()), strided(pair.detach()), strided(mask)), result
+        )
+        turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (msa, pair)]
+        assert torch.equal(fused(*turned, mask), result)
+        one = msa.detach()[:1, :1].expand(3, 4, -1, -1)
+        check(fused, eager, one, pair.detach()[:1].expand(3, -1, -1, -1), None, dtype)
 
 
 @everywhere
@@ -148,21 +159,21 @@ def test_views(place, dtype):
 def test_masks(place, dtype, kind):
     """Holes, padding, rows without keys; what is not there may be NaN."""
     fused, eager = modules(place, dtype, 32, 16, 2, 16)
-    n = 40 if place == "cpu" else 200
-    msa, pair = tensors(place, dtype, (1,), 5, n, 32, 16)
-    mask = mask_of(1, 5, n, device=place)
-    mask[0, 1, n // 3 :] = False
-    mask[0, 2] = False
-    mask[0, 3, : n // 2] = False
-    mask[..., -2:] = False
-    check(fused, eager, msa, pair, mask, dtype)
-    pair = pair.detach().clone()
-    expected = fused(msa, pair, mask)
-    pair[:, :, -2:] = math.nan
-    ours = fused(msa, pair, mask.to(kind))
-    assert torch.equal(ours, expected)
-    bias = eager.out_proj.bias
-    assert torch.equal(ours[0, 2], bias.expand_as(ours[0, 2]))
+    for n in lengths(place, 40, 200):
+        msa, pair = tensors(place, dtype, (1,), 5, n, 32, 16)
+        mask = mask_of(1, 5, n, device=place)
+        mask[0, 1, n // 3 :] = False
+        mask[0, 2] = False
+        mask[0, 3, : n // 2] = False
+        mask[..., -2:] = False
+        check(fused, eager, msa, pair, mask, dtype)
+        pair = pair.detach().clone()
+        expected = fused(msa, pair, mask)
+        pair[:, :, -2:] = math.nan
+        ours = fused(msa, pair, mask.to(kind))
+        assert torch.equal(ours, expected)
+        bias = eager.out_proj.bias
+        assert torch.equal(ours[0, 2], bias.expand_as(ours[0, 2]))
 
 
 @everywhere
@@ -172,16 +183,17 @@ def test_parameters_of_another_type(place, dtype):
         pytest.skip("nothing is of another type")
     eager = General(32, 16, 2, 16).to(place)
     fused = FusedGeneral(eager)
-    msa, pair = tensors(place, dtype, (1,), 3, 30, 32, 16)
-    mask = mask_of(1, 3, 30, device=place)
-    with torch.no_grad(), torch.autocast(place, dtype):
-        ours = fused(msa, pair, mask)
-        theirs = eager(msa, pair, mask)
-    exact = in_double(eager)(as_double(msa), as_double(pair), mask)
-    assert_result(ours, theirs, exact, dtype)
-    with torch.no_grad(), torch.autocast(place, dtype):
-        ours = fused(msa, pair.float(), mask)
-    assert_result(ours, theirs, exact, dtype)
+    for n in lengths(place, 30, 150):
+        msa, pair = tensors(place, dtype, (1,), 3, n, 32, 16)
+        mask = mask_of(1, 3, n, device=place)
+        with torch.no_grad(), torch.autocast(place, dtype):
+            ours = fused(msa, pair, mask)
+            theirs = eager(msa, pair, mask)
+        exact = in_double(eager)(as_double(msa), as_double(pair), mask)
+        assert_result(ours, theirs, exact, dtype)
+        with torch.no_grad(), torch.autocast(place, dtype):
+            ours = fused(msa, pair.float(), mask)
+        assert_result(ours, theirs, exact, dtype)
 
 
 @everywhere
@@ -191,9 +203,9 @@ def test_large_logits(place, dtype):
     with torch.no_grad():
         eager.query.weight.mul_(6)
         eager.pair_bias.weight.mul_(10)
-    n = 40 if place == "cpu" else 150
-    msa, pair = tensors(place, dtype, (1,), 4, n, 32, 16)
-    check(fused, eager, msa, pair, mask_of(1, 4, n, device=place), dtype)
+    for n in lengths(place, 40, 150):
+        msa, pair = tensors(place, dtype, (1,), 4, n, 32, 16)
+        check(fused, eager, msa, pair, mask_of(1, 4, n, device=place), dtype)
 
 
 @everywhere
@@ -201,11 +213,11 @@ def test_large_logits(place, dtype):
 def test_triangle_attention(place, dtype, direction):
     eager = randomize(reference.TriangleAttention(32, 2, 16, direction)).to(place, dtype)
     fused = fused_ops.TriangleAttention.from_reference(eager)
-    n = 21 if place == "cpu" else 77
-    pair = torch.randn(2, n, n, 32, device=place).to(dtype).requires_grad_()
-    mask = mask_of(2, n, n, device=place)
-    mask[..., 0, :] = mask[..., 0] = True
-    assert_parity(fused, eager, [pair, mask], dtype)
+    for n in lengths(place, 21, 77):
+        pair = torch.randn(2, n, n, 32, device=place).to(dtype).requires_grad_()
+        mask = mask_of(2, n, n, device=place)
+        mask[..., 0, :] = mask[..., 0] = True
+        assert_parity(fused, eager, [pair, mask], dtype)
 
 
 @everywhere
@@ -361,22 +373,24 @@ def _poison() -> None:
 @everywhere
 def test_memory_that_nobody_wrote_is_not_read(place, dtype):
     fused, _ = modules(place, dtype, 40, 20, 2, 20)
-    msa, pair = tensors(place, dtype, (2,), 3, 70, 40, 20)
-    mask = mask_of(2, 3, 70, device=place)
-    expected = fused(msa, pair, mask)
-    for _ in range(3):
-        if place == "cuda":
-            _poison()
-        assert torch.equal(fused(msa, pair, mask), expected)
+    for n in lengths(place, 70, 170):
+        msa, pair = tensors(place, dtype, (2,), 3, n, 40, 20)
+        mask = mask_of(2, 3, n, device=place)
+        expected = fused(msa, pair, mask)
+        for _ in range(3):
+            if place == "cuda":
+                _poison()
+            assert torch.equal(fused(msa, pair, mask), expected)
 
 
 @pytest.mark.gpu
 def test_plan_names_the_kernels():
     module = fused_ops.MSARowAttention(64, 16, 4).to("cuda", torch.bfloat16)
-    msa, pair = tensors("cuda", torch.bfloat16, (1,), 3, 30, 64, 16)
-    plan = fused_ops.explain(module, msa, pair)
-    assert plan.path == "kernel" and "attend" in plan.kernel
-    assert plan.launches == 3
+    for n, kernel, launches in ((30, "small_sm80", 2), (150, "attend_sm80", 3)):
+        msa, pair = tensors("cuda", torch.bfloat16, (1,), 3, n, 64, 16)
+        plan = fused_ops.explain(module, msa, pair)
+        assert plan.path == "kernel" and kernel in plan.kernel
+        assert plan.launches == launches
 
 
 @pytest.mark.gpu

@@ -38,12 +38,9 @@ class Storer {
   Stored operator()(const Tensor& tensor, const char* name, std::int64_t rows,
                     std::int64_t columns = -1) const {
     const DType type = floating_type(op_, tensor, name);
-    const std::vector<std::int64_t> sizes =
-        tensor.dim() == 1   ? std::vector<std::int64_t>{tensor.size(0)}
-        : tensor.dim() == 2 ? std::vector{tensor.size(0), tensor.size(1)}
-                            : std::vector<std::int64_t>{};
-    const bool fits = columns < 0 ? sizes.size() == 1 && sizes[0] == rows
-                                  : sizes.size() == 2 && sizes[0] == rows && sizes[1] == columns;
+    const std::int64_t axes = columns < 0 ? 1 : 2;
+    const bool fits =
+        tensor.dim() == axes && tensor.size(0) == rows && (axes == 1 || tensor.size(1) == columns);
     FO_CHECK_VALUE(fits, op_, ": ", name, " must have shape ",
                    shape_text(columns < 0 ? std::vector{rows} : std::vector{rows, columns}),
                    ", got ", shape_text(tensor.sizes()));
@@ -54,7 +51,7 @@ class Storer {
                    " is ", dtype_text(main_.scalar_type()), ", got ",
                    dtype_text(tensor.scalar_type()));
     if (tensor.is_contiguous()) return {tensor.const_data_ptr(), type};
-    kept_->push_back(copy_of(tensor, sizes));
+    kept_->push_back(copy_of(tensor, columns < 0 ? std::vector{rows} : std::vector{rows, columns}));
     return {kept_->back().const_data_ptr(), type};
   }
 

@@ -86,10 +86,28 @@ inline std::vector<std::int64_t> broadcast_strides(const Tensor& tensor,
   return strides;
 }
 
+// Strides of a dense tensor (groups, rows, n) of lines; cheaper than a look at each axis.
+template <class Strided>
+bool walk_dense(const Tensor& tensor, std::int64_t groups, std::int64_t rows, std::int64_t n,
+                std::int64_t line, std::int64_t Strided::* row_stride,
+                std::int64_t Strided::* position_stride, Strided* to) {
+  if (!tensor.is_contiguous() || tensor.numel() != groups * rows * n * line) return false;
+  to->group_stride = rows * n * line;
+  to->*row_stride = n * line;
+  to->*position_stride = line;
+  return true;
+}
+
 // `kept` becomes a contiguous copy where strides are beyond what kernels walk.
 inline Msa msa_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
   Msa msa;
   *kept = tensor;
+  msa.data = tensor.const_data_ptr();
+  msa.type = dtype_of(tensor.scalar_type());
+  if (walk_dense(tensor, lead.groups, lead.rows_of_lead * tensor.size(-3), tensor.size(-2),
+                 tensor.size(-1), &Msa::row_stride, &Msa::position_stride, &msa)) {
+    return msa;
+  }
   std::vector<std::int64_t> sizes = lead.sizes;
   for (std::int64_t i = -3; i < 0; ++i) sizes.push_back(tensor.size(i));
   const std::size_t axes = lead.sizes.size();
@@ -103,15 +121,20 @@ inline Msa msa_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
   if (!walk()) {
     *kept = copy_of(tensor, sizes);
     walk();
+    msa.data = kept->const_data_ptr();
   }
-  msa.data = kept->const_data_ptr();
-  msa.type = dtype_of(kept->scalar_type());
   return msa;
 }
 
 inline Pairs pairs_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
   Pairs pairs;
   *kept = tensor;
+  pairs.data = tensor.const_data_ptr();
+  pairs.type = dtype_of(tensor.scalar_type());
+  if (walk_dense(tensor, lead.groups, tensor.size(-3), tensor.size(-2), tensor.size(-1),
+                 &Pairs::i_stride, &Pairs::j_stride, &pairs)) {
+    return pairs;
+  }
   std::vector<std::int64_t> sizes(
       lead.sizes.begin(), lead.sizes.begin() + static_cast<std::ptrdiff_t>(lead.group_axes));
   std::vector<std::int64_t> shape;
@@ -132,9 +155,8 @@ inline Pairs pairs_of(const Tensor& tensor, const Lead& lead, Tensor* kept) {
     sizes.insert(sizes.end(), shape.begin(), shape.end());
     *kept = copy_of(tensor, sizes);
     walk();
+    pairs.data = kept->const_data_ptr();
   }
-  pairs.data = kept->const_data_ptr();
-  pairs.type = dtype_of(kept->scalar_type());
   return pairs;
 }
 
@@ -159,7 +181,17 @@ inline Mask mask_of(const MaybeTensor& tensor, const Tensor& msa, const Lead& le
                  shape_text(tensor->sizes()));
   FO_CHECK_RUNTIME(same_device(msa, *tensor), kOp, ": mask must be on the device of msa, expected ",
                    device_text(msa), ", got ", device_text(*tensor));
+  const ScalarType stored = tensor->scalar_type();
+  FO_CHECK_VALUE(stored != ScalarType::ComplexHalf && stored != ScalarType::ComplexFloat &&
+                     stored != ScalarType::ComplexDouble,
+                 kOp, ": mask must be bool, integer or floating, got ", dtype_text(stored));
   *kept = *tensor;
+  mask.data = tensor->const_data_ptr();
+  if (mask_type(stored, &mask.type) &&
+      walk_dense(*tensor, lead.groups, lead.rows_of_lead * msa.size(-3), msa.size(-2), 1,
+                 &Mask::row_stride, &Mask::position_stride, &mask)) {
+    return mask;
+  }
   const auto walk = [&] {
     const auto strides = broadcast_strides(*kept, sizes);
     mask.position_stride = strides[axes + 1];
@@ -169,13 +201,12 @@ inline Mask mask_of(const MaybeTensor& tensor, const Tensor& msa, const Lead& le
   };
   if (!walk()) {
     MaskType known = MaskType::kUInt8;
-    const ScalarType type =
-        mask_type(tensor->scalar_type(), &known) ? tensor->scalar_type() : ScalarType::Float;
+    const ScalarType type = mask_type(stored, &known) ? stored : ScalarType::Float;
     const Tensor copy = empty(msa, sizes, type);
     *kept = call_operator("aten::copy_", copy, *tensor, false);
     walk();
+    mask.data = kept->const_data_ptr();
   }
-  mask.data = kept->const_data_ptr();
   return mask;
 }
 

@@ -41,12 +41,6 @@ enum Input {
 };
 using Inputs = MaybeTensor[kInputs];
 
-template <class T>
-T* further(T* data, DType type, std::int64_t numbers) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return static_cast<Byte*>(data) + numbers * bytes_of(type);
-}
-
 // Sums of products over positions, in fp32: (slabs, lines, columns), to be added.
 class SlabProducts {
  public:
@@ -271,7 +265,7 @@ class Backward {
     const std::int64_t at_pair_bias =
         products(pair_bias_, sizes_.groups * sizes_.n, needs_[kPairBiasWeight]);
     w.allocate(call_.msa);
-    const auto floats = [&](std::int64_t at) { return reinterpret_cast<float*>(w.at(at)); };
+    const auto floats = [&](std::int64_t at) { return w.at<float>(at); };
     norm_sums_.to = floats(at_norm);
     gate_sums_.to = floats(at_gate);
     out_sums_.to = floats(at_out);
@@ -353,7 +347,7 @@ class Backward {
     PrepareProblem prepare = call_.part(part, group, row);
     prepare.normalised = memory_.at(at_normalised_);
     if (call_.mask.data) {
-      prepare.present = reinterpret_cast<std::uint64_t*>(memory_.at(at_present_));
+      prepare.present = memory_.at<std::uint64_t>(at_present_);
     }
     if (group == 0 && row == 0) {  // once is enough
       prepare.projections = memory_.at(at_projections_);
@@ -380,12 +374,12 @@ class Backward {
     p.gated = memory_.at(at_gated_);
     p.d_projected = memory_.at(at_d_projected_);
     p.d_attended = memory_.at(at_d_attended_);
-    p.log_sums = reinterpret_cast<float*>(memory_.at(at_log_sums_));
-    p.row_dots = reinterpret_cast<float*>(memory_.at(at_row_dots_));
+    p.log_sums = memory_.at<float>(at_log_sums_);
+    p.row_dots = memory_.at<float>(at_row_dots_);
     attend_statistics_sm80(p, stream_);
     if (needs_[kOutWeight]) out_.add(call_, grad, p.gated, count);
     if (needs_pair()) {
-      p.partial = reinterpret_cast<float*>(memory_.at(at_partial_));
+      p.partial = memory_.at<float>(at_partial_);
       p.d_bias = d_bias(group);
       p.accumulate = row > 0;
       backward_bias_sm80(p, stream_);
@@ -435,7 +429,7 @@ class Backward {
       p.out = further(grads_[kMsa]->mutable_data_ptr(), source.type,
                       first_row * sizes_.n * sizes_.channels);
     }
-    if (needs_norm()) p.statistics = reinterpret_cast<float*>(memory_.at(at_statistics_));
+    if (needs_norm()) p.statistics = memory_.at<float>(at_statistics_);
     norm_backward_sm80(p, stream_);
     if (needs_norm()) {
       sum_columns(norm_sums_, part, p.grad, sizes_.channels, source, p.statistics);
@@ -443,8 +437,7 @@ class Backward {
   }
 
   float* d_bias(std::int64_t group) const {
-    return reinterpret_cast<float*>(memory_.at(at_d_bias_)) +
-           group * sizes_.heads * sizes_.n * sizes_.n;
+    return memory_.at<float>(at_d_bias_) + group * sizes_.heads * sizes_.n * sizes_.n;
   }
 
   // From the bias's gradient to the pair tensor: some of its rows at a time.
@@ -576,7 +569,7 @@ class Backward {
     p.grad_type = call_.type();
     p.out = to;
     if (needs_pair_norm()) {
-      p.statistics = reinterpret_cast<float*>(memory_.at(at_pair_statistics_));
+      p.statistics = memory_.at<float>(at_pair_statistics_);
     }
     norm_backward_sm80(p, stream_);
     if (needs_pair_norm()) sum_columns(pair_sums_, part, p.grad, channels, source, p.statistics);
@@ -660,7 +653,7 @@ class Backward {
 
 // The arguments of fused_ops::msa_row_attention_backward.
 std::vector<Tensor> backward(const Tensor& grad, const Tensor& msa, const Tensor& pair,
-                             const MaybeTensor& mask, const MaybeTensor& /*dropout_seed*/,
+                             const MaybeTensor& mask, const MaybeTensor& dropout_seed,
                              const Tensor& layer_norm_weight, const Tensor& layer_norm_bias,
                              const Tensor& query_weight, const Tensor& key_weight,
                              const Tensor& value_weight, const Tensor& gate_weight,
@@ -693,10 +686,11 @@ std::vector<Tensor> backward(const Tensor& grad, const Tensor& msa, const Tensor
                               key_weight,        value_weight,     gate_weight,
                               gate_bias,         pair_norm_weight, pair_norm_bias,
                               pair_bias_weight,  out_proj_weight,  out_proj_bias};
-  const DeviceGuard guard(msa.get_device_index());
-  const Call call(msa, pair, mask, parameters, num_heads, dropout, eps, precision, dtype, true);
+  const Call call(msa, pair, mask, parameters, num_heads, dropout, eps, precision, dtype,
+                  dropout_seed, true);
   FO_CHECK_RUNTIME(call.chosen.plan.path == Path::kKernel, kOp,
                    ": the backward must be one that kernels take");
+  const DeviceGuard guard(msa.get_device_index());
   Tensor kept = grad;
   if (!grad.is_contiguous() || grad.scalar_type() != call.scalar()) {
     const auto shape = grad.sizes();

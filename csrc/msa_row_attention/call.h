@@ -2,9 +2,19 @@
 // A call of the op as its kernels take it: checked, and chosen for.
 #pragma once
 
+#include <cmath>
+#include <type_traits>
+
 #include "msa_row_attention/arguments.h"
 
 namespace fused_ops::msa_row_attention {
+
+// So many numbers behind `data`.
+template <class T>
+T* further(T* data, DType type, std::int64_t numbers) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return static_cast<Byte*>(data) + numbers * bytes_of(type);
+}
 
 struct Parameters {
   const Tensor& layer_norm_weight;
@@ -38,7 +48,8 @@ struct Call {
 
   Call(const Tensor& msa_tensor, const Tensor& pair_tensor, const MaybeTensor& mask_tensor,
        const Parameters& parameters, std::int64_t num_heads, double dropout, double eps_of_norms,
-       std::string_view precision_text, std::optional<ScalarType> dtype, bool backward)
+       std::string_view precision_text, std::optional<ScalarType> dtype,
+       const MaybeTensor& dropout_seed, bool backward)
       : msa(msa_tensor),
         pair(pair_tensor),
         eps(static_cast<float>(eps_of_norms)),
@@ -74,6 +85,12 @@ struct Call {
     FO_CHECK_VALUE(problem.result != DType::kOther &&
                        (problem.msa != DType::kFloat64 || problem.result == DType::kFloat64),
                    kOp, ": dtype must be a floating dtype, and float64 for float64 tensors");
+    FO_CHECK_VALUE(dtype || pair.scalar_type() == msa.scalar_type(), kOp,
+                   ": pair must have the dtype of msa outside autocast, expected ",
+                   dtype_text(msa.scalar_type()), ", got ", dtype_text(pair.scalar_type()));
+    FO_CHECK_VALUE(!dropout_seed || (dropout_seed->scalar_type() == ScalarType::Long &&
+                                     dropout_seed->numel() == 1 && same_device(msa, *dropout_seed)),
+                   kOp, ": dropout_seed must be one int64 on the device of msa");
     problem.precision = precision_from(kOp, precision);
     problem.dropout = dropout > 0.0;
     problem.backward = backward;
@@ -122,8 +139,7 @@ struct Call {
     PrepareProblem p = weights;
     p.sizes = part;
     p.msa = rows;
-    p.msa.data = static_cast<const char*>(rows.data) +
-                 (group * rows.group_stride + row * rows.row_stride) * bytes_of(rows.type);
+    p.msa.data = further(rows.data, rows.type, group * rows.group_stride + row * rows.row_stride);
     p.mask = mask;
     if (mask.data) {
       p.mask.data = static_cast<const char*>(mask.data) +
@@ -147,7 +163,10 @@ class Workspace {
     tensor_ = empty(like, {end_}, ScalarType::Byte);
     memory_ = static_cast<unsigned char*>(tensor_->mutable_data_ptr());
   }
-  unsigned char* at(std::int64_t begin) const { return memory_ + begin; }
+  template <class T = unsigned char>
+  T* at(std::int64_t begin) const {
+    return reinterpret_cast<T*>(memory_ + begin);
+  }
 
  private:
   std::int64_t end_ = 0;
@@ -155,7 +174,7 @@ class Workspace {
   unsigned char* memory_ = nullptr;
 };
 
-// a * b^T of fp32 numbers, to the precision of the op: ATen's product would be one of FFMAs.
+// a * b of fp32 numbers, to the precision of the op: ATen's product would be one of FFMAs.
 inline Tensor multiply_fp32(const Tensor& a, const Tensor& b, const std::string& precision) {
   return call_operator("fused_ops::tensor_matmul_forward", a, b, precision,
                        std::optional<ScalarType>());

@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "msa_row_attention/config.h"
+#include "msa_row_attention/small.h"
 
 namespace fused_ops::msa_row_attention {
 
@@ -92,6 +93,13 @@ Choice choose(const Problem& problem) {
   choice.mode = mode_of(problem);
   if (is_empty) {
     choice.plan.kernel = "none for an empty result";
+    return choice;
+  }
+  if (!problem.backward && small_fits(sizes)) {
+    choice.small = true;
+    choice.plan.kernel = "small_sm80";
+    choice.plan.launches = 2;
+    choice.plan.workspace_bytes = small_workspace(sizes) * 4;
     return choice;
   }
   const bool is_fp32 = type_of(choice.mode) == DType::kFloat32;

@@ -19,6 +19,7 @@ struct Problem {
 struct Choice {
   Plan plan;
   Mode mode = Mode::kBFloat16;
+  bool small = false;  // two launches, on the fp32 units; else large kernels
   // What is taken at a time: some groups, or some rows of one.
   std::int64_t groups = 0;
   std::int64_t rows = 0;

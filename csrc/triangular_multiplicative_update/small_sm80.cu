@@ -9,55 +9,20 @@
 namespace fused_ops::triangular_multiplicative_update {
 namespace {
 
-// Lines of `length` numbers whose strides are multiples of `step`.
-Source source(const void* data, DType type, std::int64_t length, std::int64_t step) {
-  Source result;
-  result.data = data;
-  result.type = type;
-  const std::uintptr_t bytes = type == DType::kFloat32 ? 16 : 8;
-  result.vector =
-      reinterpret_cast<std::uintptr_t>(data) % bytes == 0 && length % 4 == 0 && step % 4 == 0;
-  return result;
-}
-
-Source source(const Stored& stored, std::int64_t length) {
-  return source(stored.data, stored.type, length, length);
-}
-
-Source source(const Pairs& pair, std::int64_t channels) {
+Source source_of(const Pairs& pair, std::int64_t channels) {
   // A multiple of four as all of them are, whatever their signs.
-  return source(pair.data, pair.type, channels, pair.batch_stride | pair.i_stride | pair.j_stride);
-}
-
-Norm norm(const Stored& weight, const Stored& bias, int length, float eps) {
-  Norm result;
-  result.weight = source(weight, length);
-  result.bias = source(bias, length);
-  result.length = length;
-  result.share = 1.0f / static_cast<float>(length);
-  result.eps = eps;
-  return result;
+  return source_of(pair.data, pair.type, channels,
+                   pair.batch_stride | pair.i_stride | pair.j_stride);
 }
 
 Norm norm_in(const SmallProblem& problem) {
   const Weights& weights = problem.weights;
-  return norm(weights.norm_in_weight, weights.norm_in_bias, problem.sizes.channels, weights.eps);
+  return norm_of(weights.norm_in_weight, weights.norm_in_bias, problem.sizes.channels, weights.eps);
 }
 
 Norm norm_out(const SmallProblem& problem) {
   const Weights& weights = problem.weights;
-  return norm(weights.norm_out_weight, weights.norm_out_bias, problem.sizes.hidden, weights.eps);
-}
-
-// Biases are read one by one.
-template <class... Sources>
-bool plain_vectors(const Sources&... sources) {
-  return ((sources.vector && sources.type == DType::kFloat32) && ...);
-}
-
-template <class... Sources>
-bool plain_numbers(const Sources&... sources) {
-  return ((sources.data == nullptr || sources.type == DType::kFloat32) && ...);
+  return norm_of(weights.norm_out_weight, weights.norm_out_bias, problem.sizes.hidden, weights.eps);
 }
 
 template <int most, bool plain>
@@ -82,7 +47,7 @@ SmallInputParams input_params(const SmallProblem& problem) {
   p.padded = Divisor(padded);
   p.lines = Divisor(sizes.n);
   p.chunks = Divisor(ceil_div(sizes.hidden, SmallInput::kHidden));
-  p.pair = source(problem.pair, sizes.channels);
+  p.pair = source_of(problem.pair, sizes.channels);
   p.batch_stride = problem.pair.batch_stride;
   p.line_stride = problem.pair.i_stride;
   p.k_stride = problem.pair.j_stride;
@@ -94,8 +59,8 @@ SmallInputParams input_params(const SmallProblem& problem) {
   p.norm = norm_in(problem);
   const Linear* linears[4] = {&weights.proj_a, &weights.gate_a, &weights.proj_b, &weights.gate_b};
   for (int m = 0; m < 4; ++m) {
-    p.weight[m] = source(linears[m]->weight, sizes.channels);
-    p.bias[m] = source(linears[m]->bias, sizes.hidden);
+    p.weight[m] = source_of(linears[m]->weight, sizes.channels);
+    p.bias[m] = source_of(linears[m]->bias, sizes.hidden);
   }
   p.to[0] = problem.workspace;
   p.to[1] = problem.workspace + small_workspace(sizes) / 2;
@@ -114,16 +79,16 @@ SmallOutputParams output_params(const SmallProblem& problem) {
   p.tiles = Divisor(ceil_div(sizes.n, SmallOutput::kSide));
   p.chunks = Divisor(ceil_div(sizes.channels, SmallOutput::kChannels));
   while (sizes.hidden > 32 << p.log2_groups) ++p.log2_groups;
-  p.pair = source(problem.pair, sizes.channels);
+  p.pair = source_of(problem.pair, sizes.channels);
   p.batch_stride = problem.pair.batch_stride;
   p.i_stride = problem.pair.i_stride;
   p.j_stride = problem.pair.j_stride;
   p.norm_in = norm_in(problem);
   p.norm_out = norm_out(problem);
-  p.gate_weight = source(weights.out_gate.weight, sizes.channels);
-  p.gate_bias = source(weights.out_gate.bias, sizes.channels);
-  p.proj_weight = source(weights.out_proj.weight, sizes.hidden);
-  p.proj_bias = source(weights.out_proj.bias, sizes.channels);
+  p.gate_weight = source_of(weights.out_gate.weight, sizes.channels);
+  p.gate_bias = source_of(weights.out_gate.bias, sizes.channels);
+  p.proj_weight = source_of(weights.out_proj.weight, sizes.hidden);
+  p.proj_bias = source_of(weights.out_proj.bias, sizes.channels);
   p.a = problem.workspace;
   p.b = problem.workspace + small_workspace(sizes) / 2;
   p.output_type = problem.output_type;

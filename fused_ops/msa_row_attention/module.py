@@ -14,14 +14,16 @@ from fused_ops._precision import autocast_dtype, resolve_precision
 from fused_ops.msa_row_attention import reference
 from fused_ops.msa_row_attention.op import NAME, OPERATOR, draw_dropout_seed
 
-_BEFORE_PAIR_NORM = (
+_PARAMETERS = (
     *linear_path("layer_norm"),
     *linear_path("query", bias=False),
     *linear_path("key", bias=False),
     *linear_path("value", bias=False),
     *linear_path("gate"),
+    *linear_path("pair_bias", bias=False),
+    *linear_path("out_proj"),
 )
-_AFTER_PAIR_NORM = (*linear_path("pair_bias", bias=False), *linear_path("out_proj"))
+_BEFORE_PAIR_NORM = 7  # of the tensors
 
 
 class MSARowAttention(FusedModule, reference.MSARowAttention):
@@ -95,21 +97,23 @@ class MSARowAttention(FusedModule, reference.MSARowAttention):
         *,
         draw: bool = True,
     ) -> list[Any]:
-        _check.tensors(NAME, msa_repr=msa_repr, pair_repr=pair_repr)
+        _check.tensor(NAME, "msa_repr", msa_repr)
+        _check.tensor(NAME, "pair_repr", pair_repr)
         _check.mask_needs_no_grad(NAME, "msa_mask", msa_mask)
         child = self._modules["dropout"]
         if type(child) is not nn.Dropout:
             raise TypeError(f"{NAME}: dropout must be an nn.Dropout, got {type(child).__name__}")
         dropout = child.p if self.training else 0.0
+        parameters = gather(self, _PARAMETERS)
         return [
             msa_repr,
             pair_repr,
             msa_mask,
             draw_dropout_seed(msa_repr) if draw and dropout > 0.0 else None,
-            *gather(self, _BEFORE_PAIR_NORM),
+            *parameters[:_BEFORE_PAIR_NORM],
             None,
             None,
-            *gather(self, _AFTER_PAIR_NORM),
+            *parameters[_BEFORE_PAIR_NORM:],
             self.num_heads,
             dropout,
             self._modules["layer_norm"].eps,  # type: ignore[union-attr]

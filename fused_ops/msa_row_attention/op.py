@@ -157,6 +157,7 @@ OPERATOR = Operator(
     forward=composition.forward,
     backward=composition.backward,
     device_backward=cuda.cuda_backward,
+    plans_cuda=False,
 )
 
 
@@ -241,7 +242,8 @@ def msa_row_attention(
     RuntimeError
         For tensors on different devices.
     """
-    _check.tensors(NAME, msa=msa, pair=pair)
+    _check.tensor(NAME, "msa", msa)
+    _check.tensor(NAME, "pair", pair)
     _check.mask_needs_no_grad(NAME, "mask", mask)
     return OPERATOR(
         msa,
