@@ -16,7 +16,7 @@ import copy
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -128,8 +128,9 @@ def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
 
 def run_attention(
     rows: int, n: int, channels: int, pair_channels: int, heads: int, dtype: torch.dtype
-) -> None:
-    """The forward, with and without a mask; of two groups, and with a norm of the pair."""
+) -> int:
+    """Forward and backward, with and without a mask; of two groups, with a norm of the pair, and
+    of one pair tensor for all. Returns the number of backward passes."""
     module = fused_ops.MSARowAttention(channels, pair_channels, heads).to(dtype)
     msa = torch.randn(2, rows, n, channels, dtype=dtype)
     pair = torch.randn(2, n, n, pair_channels, dtype=dtype)
@@ -137,21 +138,36 @@ def run_attention(
     mask[..., 0] = True
     mask[0, 0, n // 2 :] = False
     triangle = fused_ops.TriangleAttention(pair_channels, 1, direction="ending").to(dtype)
-    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    with torch.no_grad():
-        for given, inputs in (
-            (module, (msa, pair, mask)),
-            (module, (msa, pair[:1], None)),
-            (triangle, (pair,)),
-        ):
-            on_cuda = copy.deepcopy(given).cuda()
-            result = on_cuda(*(None if x is None else x.cuda() for x in inputs))
-            exact = copy.deepcopy(given).double()
-            expected = exact(
-                *(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
-            )
-            error = (result.cpu().double() - expected).norm()
-            assert error <= near * expected.norm(), f"off by {error:.3g}"
+    cases = ((module, (msa, pair, mask)), (module, (msa, pair[:1], None)), (triangle, (pair,)))
+    for given, inputs in cases:
+        results = [
+            _attend(given, inputs, device, double)
+            for device, double in (("cuda", False), ("cpu", True))
+        ]
+        near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        largest = max(x.norm() for x in results[1][1:])
+        for ours, exact in zip(*results, strict=True):
+            error = (ours.cpu().double() - exact).norm()
+            # What shifts all logits of a query alike has no gradient but noise.
+            assert error <= near * (exact.norm() + largest / 10), f"off by {error:.3g}"
+            near = 5e-2 if dtype != torch.float32 else 1e-4  # gradients
+    return len(cases)
+
+
+def _attend(
+    given: torch.nn.Module, inputs: Sequence[Tensor | None], device: str, double: bool
+) -> list[Tensor]:
+    """The result and all gradients."""
+    module = copy.deepcopy(given).to(device)
+    tensors = [None if x is None else x.to(device) for x in inputs]
+    if double:
+        module.double()
+        tensors = [x.double() if x is not None and x.is_floating_point() else x for x in tensors]
+    leaves = [x.requires_grad_() for x in tensors if x is not None and x.is_floating_point()]
+    result = module(*tensors)
+    weights = torch.linspace(-1, 1, result.numel(), device=device).sin().view(result.shape)
+    grads = torch.autograd.grad(result, [*leaves, *module.parameters()], weights.to(result.dtype))
+    return [result.detach(), *grads]
 
 
 def run_all() -> None:
@@ -163,7 +179,7 @@ def run_all() -> None:
         backwards += sum(run_triangle(*triangle) for triangle in TRIANGLES)
     if chosen in ("", "attention"):
         for attention in ATTENTIONS:
-            run_attention(*attention)
+            backwards += run_attention(*attention)
     torch.cuda.synchronize()
     print(f"all cases right, {backwards} backward passes among them")
 

@@ -384,7 +384,8 @@ def test_h13_the_flag_is_obeyed_by_every_product(fp32_precision, op, setter):
         "invariant_point_attention": (64, 32, 8, 4, 4),
     }[op]
     fused, eager = build(op, *sizes, device="cuda")
-    args = inputs(op, 128, (1,), device="cuda", sizes=sizes)
+    # Beyond what small problems' kernels take, which have fp32's accuracy always.
+    args = inputs(op, 200, (1,), device="cuda", sizes=sizes)
     if op == "tensor_matmul":
         args = [randn(64, 128, 256, device="cuda"), randn(256, 256, device="cuda")]
     cotangent = torch.randn_like(fused(*args))

@@ -18,6 +18,12 @@ struct StatisticsParams : AttendParams {  // `out` is the gated attention again
 struct Statistics {
   using Params = StatisticsParams;
 
+  // Where a query's numbers of the head begin, of the attention.
+  template <class Kernel>
+  static __device__ __forceinline__ std::int64_t line_of(const Kernel& of, int at) {
+    return (std::int64_t{of.row} * of.p.n + at) * of.p.width + of.head * of.p.dim;
+  }
+
   // With a the attention and du the gradient of what is stored: da = du g, du a g (1 - g), and per
   // query the dot product of a and da. The latter is rounded first, because the products with the
   // values that it is subtracted from are taken of the rounded one.
@@ -26,6 +32,25 @@ struct Statistics {
     constexpr Mode mode = Kernel::kMode;
     const Params& p = of.p;
     const int first_column = static_cast<int>(of.lane() % 4 * 2);
+    // All loads are under way before the first is needed.
+    std::uint32_t all_gates[Kernel::kM][2][Kernel::kTiles];
+    std::uint32_t all_gradients[Kernel::kM][2][Kernel::kTiles];
+#pragma unroll
+    for (int m = 0; m < Kernel::kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = of.query_at(m, h);
+        const bool here = whole || at < p.n;
+        const std::uint16_t* gate_line = of.projected(at, 3);
+        const std::uint16_t* d_gated_line = p.d_gated + line_of(of, at);
+#pragma unroll
+        for (int j = 0; j < Kernel::kTiles; ++j) {
+          const int column = j * 8 + first_column;
+          all_gates[m][h][j] = of.template load_two<whole>(gate_line, here, column);
+          all_gradients[m][h][j] = of.template load_two<whole>(d_gated_line, here, column);
+        }
+      }
+    }
 #pragma unroll
     for (int m = 0; m < Kernel::kM; ++m) {
 #pragma unroll
@@ -33,15 +58,10 @@ struct Statistics {
         const int at = of.query_at(m, h);
         const bool here = whole || at < p.n;
         const float inverse = any ? sm80::reciprocal_approx(of.sums[m][2 * h]) : 0.0f;
-        const std::int64_t line = (std::int64_t{of.row} * p.n + at) * p.width + of.head * p.dim;
-        const std::uint16_t* gate_line = of.projected(at, 3);
-        std::uint16_t* d_gate_line = p.d_projected + (gate_line - p.projected);
-        std::uint32_t gates[Kernel::kTiles], d_gated[Kernel::kTiles];
-#pragma unroll
-        for (int j = 0; j < Kernel::kTiles; ++j) {
-          gates[j] = of.template load_two<whole>(gate_line, here, j * 8 + first_column);
-          d_gated[j] = of.template load_two<whole>(p.d_gated + line, here, j * 8 + first_column);
-        }
+        const std::int64_t line = line_of(of, at);
+        std::uint16_t* d_gate_line = p.d_projected + (of.projected(at, 3) - p.projected);
+        const std::uint32_t (&gates)[Kernel::kTiles] = all_gates[m][h];
+        const std::uint32_t (&d_gated)[Kernel::kTiles] = all_gradients[m][h];
         float dot = 0.0f;
 #pragma unroll
         for (int j = 0; j < Kernel::kTiles; ++j) {

@@ -104,7 +104,14 @@ struct ColumnParts {
   float* to = nullptr;
   std::int64_t used = 0;
 
-  std::int64_t size(std::int64_t chunks) const { return chunks * parts * kinds * columns; }
+  std::int64_t size(std::int64_t times) const { return times * parts * kinds * columns; }
+
+  // Where the next part of the positions has its sums.
+  float* next() {
+    float* sums = to + used * kinds * columns;
+    used += parts;
+    return sums;
+  }
 };
 
 class BackwardCall {
@@ -150,20 +157,17 @@ class BackwardCall {
     return out;
   }
 
-  void sum_columns(ColumnParts& parts, const Sizes& part, const void* grad, std::int64_t stride,
-                   const Msa& source = {}, const float* statistics = nullptr) const {
+  void sum_columns(ColumnParts& parts, const Sizes& part, const void* grad,
+                   std::int64_t stride) const {
     ColumnSumsProblem p;
     p.sizes = part;
     p.columns = static_cast<int>(parts.columns);
     p.grad = grad;
     p.grad_type = call.type();
     p.grad_stride = stride;
-    p.source = source;
-    p.statistics = statistics;
     p.parts = parts.parts;
-    p.sums = parts.to + parts.used * parts.kinds * parts.columns;
+    p.sums = parts.next();
     column_sums_sm80(p, stream);
-    parts.used += parts.parts;
   }
 
   // Reserves memory for the sums over so many parts of the positions, of at most so many.
@@ -171,7 +175,8 @@ class BackwardCall {
                                std::int64_t positions, std::int64_t times, bool wanted) {
     parts->columns = columns;
     parts->kinds = kinds;
-    parts->parts = column_sum_parts(positions, static_cast<int>(columns));
+    parts->parts = kinds == 2 ? norm_sum_parts(positions)
+                              : column_sum_parts(positions, static_cast<int>(columns));
     return memory.take(wanted ? parts->size(times) * 4 : 0);
   }
 

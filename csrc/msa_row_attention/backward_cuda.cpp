@@ -220,11 +220,12 @@ class Backward {
       p.out = further(c_.grad(kMsa).mutable_data_ptr(), source.type,
                       first_row * sizes_.n * sizes_.channels);
     }
-    if (needs_norm()) p.statistics = c_.memory.at<float>(at_statistics_);
-    norm_backward_sm80(p, c_.stream);
     if (needs_norm()) {
-      c_.sum_columns(norm_sums_, part, p.grad, sizes_.channels, source, p.statistics);
+      p.statistics = c_.memory.at<float>(at_statistics_);
+      p.parts = norm_sums_.parts;
+      p.sums = norm_sums_.next();
     }
+    norm_backward_sm80(p, c_.stream);
   }
 
   // Each gradient of a parameter from its sums.

@@ -212,10 +212,10 @@ class PairBackward {
     p.out = to;
     if (c_.needs_pair_norm()) {
       p.statistics = c_.memory.at<float>(at_statistics_);
+      p.parts = norm_sums_.parts;
+      p.sums = norm_sums_.next();
     }
     norm_backward_sm80(p, c_.stream);
-    if (c_.needs_pair_norm())
-      c_.sum_columns(norm_sums_, part, p.grad, channels, source, p.statistics);
   }
 
   // A slab of the weight's gradient for each row of pairs.

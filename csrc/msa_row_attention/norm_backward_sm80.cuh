@@ -3,8 +3,9 @@
 // of the result times the weight, dx = rstd (g - mean(g) - y mean(g y)). Bound by memory.
 //
 // As in the forward a row is shared by a power of two of lanes, which keep all of it in registers,
-// and all loads are under way before the first is used. Mean and rstd of the rows are left for the
-// sums over rows that the gradients of weight and bias are.
+// and all loads are under way before the first is used. A lane always has the same channels, and
+// adds up what the gradients of weight and bias are sums of; blocks take rows in turn. Rows of
+// other lengths leave their mean and rstd for column_sums instead.
 #pragma once
 
 #include "msa_row_attention/norm.cuh"
@@ -21,10 +22,16 @@ struct NormBackwardParams {
   const void* grad = nullptr;    // (rows, channels)
   void* out = nullptr;           // likewise, of source.type; or null
   float4* statistics = nullptr;  // (rows): mean, its correction, rstd; or null
+  float* sums = nullptr;         // (blocks, 2, channels): of grad, of grad times y; or null
   std::int64_t rows = 0;
   int channels = 0;
   float eps = 0.0f;
   int lanes_log2 = 0;
+};
+
+template <int most>  // channels
+struct NormBackwardShared {
+  float sums[2][most];
 };
 
 template <DType type, DType grad_type, int kRepeats>
@@ -57,10 +64,25 @@ struct NormBackward {
     return sum;
   }
 
-  __device__ __forceinline__ void run() const {
+  static constexpr int kMost = 32 * kRepeats * kPiece;  // channels
+
+  float sums[2][kRepeats][kPiece];
+
+  __device__ __forceinline__ void run() {
     const int at_once = kNormBackwardThreads >> p.lanes_log2;
-    const std::int64_t first =
-        std::int64_t{blockIdx.x} * (at_once * kRows) + (thread >> p.lanes_log2);
+#pragma unroll
+    for (int i = 0; i < kRepeats * kPiece; ++i) {
+      sums[0][i / kPiece][i % kPiece] = sums[1][i / kPiece][i % kPiece] = 0.0f;
+    }
+    const int together = at_once * kRows;
+    std::int64_t first = std::int64_t{blockIdx.x} * together;
+    for (; first < p.rows; first += std::int64_t{gridDim.x} * together) {
+      some_rows(first + (thread >> p.lanes_log2), at_once);
+    }
+    if (p.sums) store_sums(at_once);
+  }
+
+  __device__ __forceinline__ void some_rows(std::int64_t first, int at_once) {
     std::uint32_t words[kRows][kRepeats][kWords];
     std::uint32_t grads[kRows][kRepeats][kGradWords];
 #pragma unroll
@@ -80,9 +102,36 @@ struct NormBackward {
     for (int r = 0; r < kRows; ++r) one_row(first + r * at_once, words[r], grads[r]);
   }
 
-  __device__ __forceinline__ void one_row(
-      std::int64_t row, const std::uint32_t (&words)[kRepeats][kWords],
-      const std::uint32_t (&grads)[kRepeats][kGradWords]) const {
+  // Of the block's groups of lanes, one after the other.
+  __device__ __forceinline__ void store_sums(int groups) const {
+    auto& shared = shared_memory<NormBackwardShared<kMost>>();
+    for (int group = 0; group < groups; ++group) {
+      if (thread >> p.lanes_log2 == group) {
+#pragma unroll
+        for (int i = 0; i < kRepeats; ++i) {
+          if (!inside(i)) continue;
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) {
+#pragma unroll
+            for (int kind = 0; kind < 2; ++kind) {
+              float& to = shared.sums[kind][channel(i) + e];
+              to = group == 0 ? sums[kind][i][e] : to + sums[kind][i][e];
+            }
+          }
+        }
+      }
+      __syncthreads();
+    }
+    for (int at = thread; at < 2 * p.channels; at += kNormBackwardThreads) {
+      const int kind = at >= p.channels;
+      p.sums[std::int64_t{blockIdx.x} * 2 * p.channels + at] =
+          shared.sums[kind][at - kind * p.channels];
+    }
+  }
+
+  __device__ __forceinline__ void one_row(std::int64_t row,
+                                          const std::uint32_t (&words)[kRepeats][kWords],
+                                          const std::uint32_t (&grads)[kRepeats][kGradWords]) {
     float x[kRepeats][kPiece], g[kRepeats][kPiece];
     float mean = 0.0f, grad_mean = 0.0f;
 #pragma unroll
@@ -94,6 +143,7 @@ struct NormBackward {
 #pragma unroll
       for (int e = 0; e < kPiece; ++e) {
         x[i][e] = inside(i) ? x[i][e] : 0.0f;
+        if (p.sums && row < p.rows) sums[0][i][e] += g[i][e];
         g[i][e] = inside(i) ? g[i][e] * weight[e] : 0.0f;
         mean = fmaf(x[i][e], p.shares.share, mean);
         grad_mean += g[i][e];
@@ -125,8 +175,16 @@ struct NormBackward {
     }
     products = add_lanes(products) * p.shares.inverse;
     if (row >= p.rows) return;
-    if (p.statistics && (thread & (lanes() - 1)) == 0) {
-      p.statistics[row] = make_float4(mean, correction, rstd, 0.0f);
+    if (p.sums) {
+#pragma unroll
+      for (int i = 0; i < kRepeats; ++i) {
+        float plain[kPiece];
+        unpack<grad_type>(grads[i], plain);
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) {
+          sums[1][i][e] = fmaf(plain[e], x[i][e], sums[1][i][e]);
+        }
+      }
     }
     if (!p.out) return;
 #pragma unroll
@@ -193,7 +251,8 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
   if constexpr (kRepeats == 0) {
     norm_backward_any<type, grad_type>(params, thread_index());
   } else {
-    NormBackward<type, grad_type, kRepeats>{params, thread_index()}.run();
+    NormBackward<type, grad_type, kRepeats> all{params, thread_index()};
+    all.run();
   }
 }
 

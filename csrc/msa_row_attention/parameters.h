@@ -15,10 +15,15 @@ struct NormBackwardProblem {
   Stored weight;               // (channels)
   const void* grad = nullptr;  // (positions(), channels): of the LayerNorm's result
   DType grad_type = DType::kFloat32;
-  void* out = nullptr;          // likewise, of source.type: the gradient of the source; or null
-  float* statistics = nullptr;  // (positions(), 4): mean, what to add to it, 1 / deviation; or null
+  void* out = nullptr;  // likewise, of source.type: the gradient of the source; or null
+  // Sums over positions, of the gradient and of its product with what was normalised, in parts; and
+  // memory for mean, its correction and 1 / deviation. Null: not wanted.
+  float* sums = nullptr;        // (parts, 2, channels)
+  float* statistics = nullptr;  // (positions(), 4)
+  int parts = 0;
 };
 
+int norm_sum_parts(std::int64_t positions);
 void norm_backward_sm80(const NormBackwardProblem& problem, CUstream_st* stream);
 
 // Sums over positions of a gradient, and of its product with what a LayerNorm made of its source

@@ -41,18 +41,9 @@ const emulation::Kernel norm_backward("norm_backward", [](Request& request) {
   p.out = request.output<char>("out",
                                positions * p.sizes.channels * fused_ops::bytes_of(p.source.type));
   p.statistics = request.output<float>("statistics", 4 * positions);
+  p.parts = static_cast<int>(request.integer("parts"));
+  p.sums = request.output<float>("sums", std::int64_t{2} * p.parts * p.sizes.channels);
   norm_backward_sm80(p, nullptr);
-  ColumnSumsProblem c;
-  c.sizes = p.sizes;
-  c.columns = p.sizes.channels;
-  c.grad = p.grad;
-  c.grad_type = p.grad_type;
-  c.grad_stride = p.sizes.channels;
-  c.source = p.source;
-  c.statistics = p.statistics;
-  c.parts = static_cast<int>(request.integer("parts"));
-  c.sums = request.output<float>("sums", std::int64_t{2} * c.parts * c.columns);
-  column_sums_sm80(c, nullptr);
 });
 
 // Columns of a wider matrix.
