@@ -17,6 +17,7 @@ somebody else registers for these ops is then not asked.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -498,5 +499,7 @@ class Operator:
             def backward(ctx: Any, *grads: Any) -> Any:
                 return op._backward(ctx, *grads)
 
+        # PyTorch asks for it at every call, and takes 40 us to find it out anew.
+        Function.forward.__signature__ = inspect.signature(Function.forward)  # type: ignore[attr-defined]
         Function.__name__ = Function.__qualname__ = f"{self.name}_autograd"
         return Function
