@@ -36,32 +36,47 @@ struct BackwardBias {
   static constexpr int kKeyBlocks = kKeys / 16;  // of a warp
   static constexpr int kStages = stage_count;    // 1 or 2
   static constexpr int kRowsAtHand = 4;
-  // Whether the bias stays in registers as fp32, ready for products to begin with it.
-  static constexpr bool kWideBias = false && kM == 1 && width <= 32;
   static_assert(key_warps <= 2 && kStages <= 2);
   using Product = Products<mode, width, kM>;
   using Line = Lines<width>;
+  static constexpr int kLines = kThreads / Line::kPieceRoom;  // that threads have a piece of
   static constexpr int kQueryBytes = kBlockQueries * Line::kPitch;
   static constexpr int kKeyBytes = kBlockKeys * Line::kPitch;
 
   struct alignas(1024) Stage {
     unsigned char queries[2][kQueryBytes];  // queries, gradients
     unsigned char keys[2][kKeyBytes];       // keys, values
-    // Of queries 8 apart: log_sums, row_dots.
-    float statistics[kBlockQueries / 2][4];
+    // Of 16 queries: log_sums, row_dots. Lanes have two, 8 apart, each twice, as sums of products
+    // begin with the latter.
+    float statistics[kBlockQueries / 16][2][8][4];
   };
+  // Places in a stage that a thread reads ...
+  struct alignas(16) Reads {
+    unsigned queries, keys, numbers;
+  };
+  // ... and writes.
+  struct alignas(16) Writes {
+    std::int64_t keys_from_queries;  // of what is asked for
+    unsigned queries, number;
+  };
+  // In shared memory where registers are scarce, else they are computed for each row.
+  static constexpr bool kKeepsPlaces = width <= 32;
   struct Shared {
     Stage stages[kStages];
     // Which of the block's keys are there in a row, of the rows in work and the next ones.
     alignas(16) std::uint64_t here[kRowsAtHand][2];
     // What rows are asked for with: here it occupies no registers.
-    std::int64_t first_row;
-    std::int64_t keys_from_queries;  // from a thread's piece of queries to that of keys
+    alignas(16) std::int64_t first_row;
     int first_tile;
+    Reads reads[kKeepsPlaces ? kThreads : 1];
+    Writes writes[kKeepsPlaces ? kThreads : 1];
   };
   static constexpr int kStageBytes = sizeof(Stage);
   static constexpr int kKeysAt = 2 * kQueryBytes;
   static constexpr int kStatisticsAt = kKeysAt + 2 * kKeyBytes;
+  static constexpr int kHereAt = kStages * kStageBytes;
+  static constexpr int kReadsAt = kHereAt + kRowsAtHand * 16 + 16;
+  static constexpr int kWritesAt = kReadsAt + kThreads * 16;
 
   // What a block works at. The blocks of a group's and head's slab follow each other: they read the
   // same rows.
@@ -127,6 +142,39 @@ struct BackwardBias {
     return shared_memory<Shared>().here[row % kRowsAtHand];
   }
 
+  // Words of the block's mask in a row, and others. By numbers, else the address is looked for at
+  // each use.
+  static __device__ __forceinline__ std::uint64_t word_of(std::uint32_t low, std::uint32_t high) {
+    return std::uint64_t{high} << 32 | low;
+  }
+  __device__ __forceinline__ uint4 words_of(int row) const {
+    return sm80::load_shared_16(lines + kHereAt + row % kRowsAtHand * 16);
+  }
+
+  __device__ __forceinline__ Reads find_reads() const {
+    const unsigned lane = thread % 32, first = query_warp(thread) * kWarpQueries;
+    return {first * Line::kPitch + Product::down(lane),
+            kKeysAt + key_warp(thread) * (kKeys * Line::kPitch) + Product::across(lane),
+            kStatisticsAt + first * 16 + lane / 4 * 16};
+  }
+  __device__ __forceinline__ Writes find_writes(int first_tile) const {
+    const unsigned query = thread % kBlockQueries;
+    return {std::int64_t{first_tile * kKeys - first_query} * (4 * p.width) + p.width,
+            Line::piece_at(thread / Line::kPieceRoom, thread % Line::kPieceRoom),
+            kStatisticsAt + query / 16 * 256 + thread / kBlockQueries * 128 + query % 8 * 16 +
+                query / 8 % 2 * 8};
+  }
+  __device__ __forceinline__ Reads reads() const {
+    if (!kKeepsPlaces) return find_reads();
+    const uint4 words = sm80::load_shared_16(lines + kReadsAt + thread * 16);
+    return {words.x, words.y, words.z};
+  }
+  __device__ __forceinline__ Writes writes() const {
+    if (!kKeepsPlaces) return find_writes(shared_memory<Shared>().first_tile);
+    const uint4 words = sm80::load_shared_16(lines + kWritesAt + thread * 16);
+    return {static_cast<std::int64_t>(word_of(words.x, words.y)), words.z, words.w};
+  }
+
   // Asks for a row's mask.
   __device__ __forceinline__ void copy_mask(int row) const {
     if (thread >= 4) return;
@@ -149,45 +197,49 @@ struct BackwardBias {
 
   // Asks for what belongs to the next row, whose mask is at hand, and for the mask of the one after
   // it; zeros for keys and values that are not there.
-  __device__ __forceinline__ void copy(int row, int stage) {
+  __device__ __forceinline__ void copy(int row) {
     if (p.present) copy_mask(row + 1);
-    const std::uint64_t (&here)[2] = here_of(row);
-    const std::uint64_t some[2] = {here[0], here[key_warps - 1]};
-    if ((some[0] | some[1]) != 0 && row < count) {
+    const uint4 words = words_of(row);
+    const std::uint64_t here[2] = {word_of(words.x, words.y), key_warps > 1
+                                                                  ? word_of(words.z, words.w)
+                                                                  : word_of(words.x, words.y)};
+    if ((here[0] | here[1]) != 0 && row < count) {
       const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
-      const auto to = lines + stage * kStageBytes;
-      const auto at = to + Line::piece_at(line, piece);
-      const std::uint16_t* key_piece = query_piece + shared_memory<Shared>().keys_from_queries;
+      const Writes write = writes();
+      const auto to = lines + row % kStages * kStageBytes;
+      const auto at = to + write.queries;
+      const std::uint16_t* key_piece = query_piece + write.keys_from_queries;
       const int left = p.n - first_query;
       // Thread by thread, of queries and keys that `is_here` and `is_there` say yes of.
       const auto copy_lines = [&](bool inside, auto is_here, auto is_there) {
-        if (piece < Line::kPieces && line < kBlockQueries) {
+        if (piece < Line::kPieces && (kLines <= kBlockQueries || line < kBlockQueries)) {
           copy_pieces<width, kThreads, kBlockQueries>(at, query_piece, 4 * p.width, inside, line,
                                                       is_here);
           copy_pieces<width, kThreads, kBlockQueries>(at + kQueryBytes, gradient_piece, p.width,
                                                       inside, line, is_here);
         }
-        if (piece < Line::kPieces && line < kBlockKeys) {
+        if (piece < Line::kPieces && (kLines <= kBlockKeys || line < kBlockKeys)) {
           copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside,
                                                    line, is_there);
           copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
                                                    4 * p.width, inside, line, is_there);
         }
       };
-      const bool whole = (some[0] & some[1]) == ~std::uint64_t{0} && left >= kBlockQueries;
+      const bool whole = (here[0] & here[1]) == ~std::uint64_t{0} && left >= kBlockQueries;
       if (whole && width == p.dim) {  // no question at every piece
         copy_lines(true, [](int) { return true; }, [](int) { return true; });
       } else {
         copy_lines(
             width == p.dim || piece * 8 < p.dim, [left](int query) { return query < left; },
-            [&here](int key) { return (here[key / kKeys] >> (key % kKeys) & 1) != 0; });
+            [&here](int key) {
+              return ((key < kKeys ? here[0] : here[1]) >> (key % kKeys) & 1) != 0;
+            });
       }
       static_assert(2 * kBlockQueries <= kThreads);
       if (thread < 2 * kBlockQueries) {
-        const unsigned which = thread / kBlockQueries, query = thread % kBlockQueries;
-        sm80::cp_async_4(
-            to + kStatisticsAt + (query / 16 * 8 + query % 8) * 16 + query / 8 % 2 * 4 + which * 8,
-            statistic, static_cast<int>(query) < left ? 4 : 0);
+        const int bytes = static_cast<int>(thread % kBlockQueries) < left ? 4 : 0;
+        sm80::cp_async_4(to + write.number, statistic, bytes);
+        sm80::cp_async_4(to + write.number + 4, statistic, bytes);
       }
     }
     sm80::cp_async_commit();
@@ -196,40 +248,42 @@ struct BackwardBias {
     statistic += p.statistic_stride;
   }
 
-  uint4 bias[kM][kKeyBlocks];                             // or
-  float wide_bias[kWideBias ? kKeyBlocks : 1][kM][2][4];  // the same
+  uint4 bias[kM][kKeyBlocks];
   float total[kKeyBlocks][kM][2][4];
 
   __device__ __forceinline__ void all(const Block& block, std::int64_t first_row) {
     if (thread == 0) {
       shared_memory<Shared>().first_row = first_row;
       shared_memory<Shared>().first_tile = block.first_tile;
-      shared_memory<Shared>().keys_from_queries =
-          std::int64_t{block.first_tile * kKeys - first_query} * (4 * p.width) + p.width;
+    }
+    if (kKeepsPlaces) {
+      shared_memory<Shared>().reads[thread] = find_reads();
+      shared_memory<Shared>().writes[thread] = find_writes(block.first_tile);
     }
     __syncthreads();
     p.present ? copy_mask(0) : write_masks(block.first_tile);
     sm80::cp_async_commit();
     sm80::cp_async_wait<0>();
     __syncthreads();
-    copy(0, 0);
+    copy(0);
     load_bias(block);
-    int stage = 0;
     for (int row = 0; row < count; ++row) {
       sm80::cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1) copy(row + 1, 1 - stage);
-      const std::uint64_t here = here_of(row)[key_warp(thread)];
+      if (kStages > 1) copy(row + 1);
+      const uint4 words = words_of(row);
+      const std::uint64_t here =
+          key_warp(thread) == 0 ? word_of(words.x, words.y) : word_of(words.z, words.w);
+      const auto stage = lines + row % kStages * kStageBytes;
       if (here == ~std::uint64_t{0}) {
-        add_row<true>(lines + stage * kStageBytes, here);
+        add_row<true>(stage, here);
       } else if (here != 0) {
-        add_row<false>(lines + stage * kStageBytes, here);
+        add_row<false>(stage, here);
       }
       if (kStages == 1) {
         __syncthreads();
-        copy(row + 1, 0);
+        copy(row + 1);
       }
-      stage = kStages - 1 - stage;
     }
     sm80::cp_async_wait<0>();
     store();
@@ -251,7 +305,6 @@ struct BackwardBias {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           total[b][m][i / 4][i % 4] = 0.0f;
-          if (kWideBias) wide_bias[b][m][i / 4][i % 4] = opaque(bias_of(b, m, i / 4, i % 4));
         }
       }
     }
@@ -271,25 +324,23 @@ struct BackwardBias {
   template <bool all>
   __device__ __forceinline__ void add_row(sm80::SharedAddress stage, std::uint64_t here) {
     const unsigned lane = thread % 32;
-    const int first = query_warp(thread) * kWarpQueries;
+    const Reads at = reads();
+    const auto queries = stage + at.queries, keys = stage + at.keys, numbers = stage + at.numbers;
     typename Product::Fragments query, gradient;
-    const auto queries = stage + first * Line::kPitch + Product::down(lane);
     Product::load(query, queries, 0);
     Product::load(gradient, queries, kQueryBytes);
-    const auto statistics = stage + kStatisticsAt + first * 8 + lane / 4 * 16;
     float log_sums[kM][2], minus_dots[kM][4];  // the latter as sums of products begin with them
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      const uint4 four = sm80::load_shared_16(statistics + m * 128);
-      log_sums[m][0] = __uint_as_float(four.x);
-      log_sums[m][1] = __uint_as_float(four.y);
-      minus_dots[m][0] = opaque(-__uint_as_float(four.z));
-      minus_dots[m][1] = opaque(-__uint_as_float(four.z));
-      minus_dots[m][2] = opaque(-__uint_as_float(four.w));
-      minus_dots[m][3] = opaque(-__uint_as_float(four.w));
+      const uint4 two = sm80::load_shared_16(numbers + m * 256);
+      log_sums[m][0] = __uint_as_float(two.x);
+      log_sums[m][1] = __uint_as_float(two.z);
+      const uint4 four = sm80::load_shared_16(numbers + 128 + m * 256);
+      minus_dots[m][0] = -__uint_as_float(four.x);
+      minus_dots[m][1] = -__uint_as_float(four.y);
+      minus_dots[m][2] = -__uint_as_float(four.z);
+      minus_dots[m][3] = -__uint_as_float(four.w);
     }
-    const auto keys =
-        stage + kKeysAt + key_warp(thread) * (kKeys * Line::kPitch) + Product::across(lane);
 #pragma unroll
     for (int b = 0; b < kKeyBlocks; ++b) {
       typename Product::Columns key_columns, value_columns;
@@ -301,7 +352,7 @@ struct BackwardBias {
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            weights[m][e] = kWideBias ? wide_bias[kWideBias ? b : 0][m][j][e] : bias_of(b, m, j, e);
+            weights[m][e] = bias_of(b, m, j, e);
             gradients[m][e] = minus_dots[m][e];
           }
         }

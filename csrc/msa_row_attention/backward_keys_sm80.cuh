@@ -29,6 +29,7 @@ struct BackwardKeys {
   using Line = Lines<width>;
   static constexpr int kTileBytes = kKeys * Line::kPitch;
   static constexpr int kSteps = kKeys / 16;  // of a tile
+  static constexpr int kUnroll = kSteps;
 
   // Of 16 queries, as the lanes of a quad take them: lane t has queries 2t, 2t + 1 and those 8
   // further. D is there twice, as sums of products begin with it: of two keys.
@@ -106,10 +107,8 @@ struct BackwardKeys {
       shared.numbers[i][thread] = (which_number(in_row, i) == 0 ? p.log_sums : p.row_dots) +
                                   place.statistic((in_row + i * kRowThreads) % kKeys);
     }
-    BackwardKeys{p,
-                 number_of(first.lines[slot_of(thread)]),
-                 number_of(first.statistics[slot_of(thread)]),
-                 at.exists && any != 0,
+    BackwardKeys{p, number_of(first.lines[slot_of(thread)]),
+                 number_of(first.statistics[slot_of(thread)]), at.exists && any != 0,
                  static_cast<const uint4*>(p.bias) + head * p.blocks * line_of_bias(p) + piece}
         .all(at);
   }
@@ -172,10 +171,9 @@ struct BackwardKeys {
     copy(0);
     const int first = first_key(at, thread());
     const std::uint32_t present_keys = present(p, at, first);
-    const bool whole = width == p.dim && first + kWarpKeys <= p.n;
     if (present_keys != 0) {
       load_bias(0);
-      whole ? load_keys<true>(at, first) : load_keys<false>(at, first);
+      is_whole(first) ? load_keys<true>(at, first) : load_keys<false>(at, first);
     }
     Product::clear(d_key);
     Product::clear(d_value);
@@ -189,7 +187,7 @@ struct BackwardKeys {
       typename Product::Down down;
       Product::start(down, lines + stage + Product::down(lane()));
       const auto numbers = statistics + stage + lane() % 4 * 16;
-#pragma unroll
+#pragma unroll kUnroll
       for (int i = 0; i < kSteps; ++i) {
         const int block = tile * kSteps + i;
         if (i > 0 && block >= p.blocks) break;
@@ -202,8 +200,12 @@ struct BackwardKeys {
       }
     }
     sm80::cp_async_wait<0>();
-    if (!wanted && !RowTile::of<row_count>(p, slot_of(thread())).exists) return;
-    whole ? store<true>() : store<false>();
+    store();
+  }
+
+  // Whether all of the warp's keys exist and fill their width.
+  __device__ __forceinline__ bool is_whole(int first) const {
+    return width == p.dim && first + kWarpKeys <= p.n;
   }
 
   template <bool whole>
@@ -215,10 +217,14 @@ struct BackwardKeys {
     Product::negate(value);
   }
 
-  template <bool whole>
   __device__ __forceinline__ void store() const {
     const auto at = RowTile::of<row_count>(p, slot_of(thread()));
+    if (!at.exists) return;
     const int first = first_key(at, thread());
+    is_whole(first) ? store<true>(at, first) : store<false>(at, first);
+  }
+  template <bool whole>
+  __device__ __forceinline__ void store(const RowTile& at, int first) const {
     const std::uint32_t here = present(p, at, first);
     std::uint16_t* to = p.d_projected + at.place(p).projected(first, 1);
     Product::template store<whole>(to, 4 * p.width, d_key, -p.scale, here, p.n - first, p.dim,

@@ -109,19 +109,6 @@ __device__ __forceinline__ void copy_pieces(sm80::SharedAddress to, const std::u
   }
 }
 
-// Asks for 64 lines of a head's numbers, by `threads` threads. `first` is line 0.
-template <int width, int threads, class IsHere>
-__device__ __forceinline__ void copy_lines(sm80::SharedAddress to, const std::uint16_t* first,
-                                           unsigned stride, unsigned dim, unsigned thread,
-                                           IsHere is_here) {
-  using Line = Lines<width>;
-  const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
-  if (piece >= Line::kPieces) return;
-  copy_pieces<width, threads, kKeys>(to + Line::piece_at(line, piece),
-                                     first + line * stride + piece * 8, stride,
-                                     width == dim || piece * 8 < dim, line, is_here);
-}
-
 // Asks for 64 lines of two tensors, by `threads` threads: those that `here` has a bit for, zeros
 // for the others. `first` and `second` are the thread's pieces of its first line.
 template <int width, int threads>
@@ -286,11 +273,13 @@ struct Products {
     }
   }
 
-  // Addresses of 16 lines' operands: those of further lines are at fixed distances.
-  using Down = sm80::SharedAddress[kTiles / 2];
+  // Addresses of 16 lines' operands: those of further lines are at fixed distances. Of wide heads
+  // they are too many to be held.
+  static constexpr bool kHeld = width <= 64;
+  using Down = sm80::SharedAddress[kHeld ? kTiles / 2 : 1];
   static __device__ __forceinline__ void start(Down& down, sm80::SharedAddress at) {
 #pragma unroll
-    for (int j = 0; j < kTiles / 2; ++j) down[j] = Line::further(at, 2 * j);
+    for (int j = 0; j < (kHeld ? kTiles / 2 : 1); ++j) down[j] = Line::further(at, 2 * j);
   }
 
   // sums += weights * lines, with the lines `offset` bytes behind `at`.
@@ -299,7 +288,8 @@ struct Products {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       std::uint32_t four[4];
-      sm80::ldmatrix_x4_trans(four, at[j / 2] + offset);
+      sm80::ldmatrix_x4_trans(
+          four, kHeld ? at[kHeld ? j / 2 : 0] + offset : Line::further(at[0] + offset, j));
       const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
 #pragma unroll
       for (int m = 0; m < kM; ++m) {

@@ -228,7 +228,10 @@ struct BackwardQueries {
 
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  (width <= 32 ? 512 : 256) / (32 * query_warps * row_count))
+                                  (width > 32                      ? 256
+                                   : width <= 16 || row_count == 1 ? 512
+                                                                   : 384) /
+                                      (32 * query_warps * row_count))
     backward_queries_kernel(const __grid_constant__ BackwardParams params) {
   BackwardQueries<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
 }
