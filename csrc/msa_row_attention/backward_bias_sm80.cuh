@@ -39,27 +39,44 @@ struct BackwardBias {
   static_assert(key_warps <= 2 && kStages <= 2);
   using Product = Products<mode, width, kM>;
   using Line = Lines<width>;
+  static constexpr int kLines = kThreads / Line::kPieceRoom;  // that threads have a piece of
   static constexpr int kQueryBytes = kBlockQueries * Line::kPitch;
   static constexpr int kKeyBytes = kBlockKeys * Line::kPitch;
 
   struct alignas(1024) Stage {
     unsigned char queries[2][kQueryBytes];  // queries, gradients
     unsigned char keys[2][kKeyBytes];       // keys, values
-    // Of queries 8 apart: log_sums, row_dots.
-    float statistics[kBlockQueries / 2][4];
+    // Of 16 queries: log_sums, row_dots. Lanes have two, 8 apart, each twice, as sums of products
+    // begin with the latter.
+    float statistics[kBlockQueries / 16][2][8][4];
   };
+  // Places in a stage that a thread reads ...
+  struct alignas(16) Reads {
+    unsigned queries, keys, numbers;
+  };
+  // ... and writes.
+  struct alignas(16) Writes {
+    std::int64_t keys_from_queries;  // of what is asked for
+    unsigned queries, number;
+  };
+  // In shared memory where registers are scarce, else they are computed for each row.
+  static constexpr bool kKeepsPlaces = width <= 32;
   struct Shared {
     Stage stages[kStages];
     // Which of the block's keys are there in a row, of the rows in work and the next ones.
     alignas(16) std::uint64_t here[kRowsAtHand][2];
     // What rows are asked for with: here it occupies no registers.
-    std::int64_t first_row;
-    std::int64_t keys_from_queries;  // from a thread's piece of queries to that of keys
+    alignas(16) std::int64_t first_row;
     int first_tile;
+    Reads reads[kKeepsPlaces ? kThreads : 1];
+    Writes writes[kKeepsPlaces ? kThreads : 1];
   };
   static constexpr int kStageBytes = sizeof(Stage);
   static constexpr int kKeysAt = 2 * kQueryBytes;
   static constexpr int kStatisticsAt = kKeysAt + 2 * kKeyBytes;
+  static constexpr int kHereAt = kStages * kStageBytes;
+  static constexpr int kReadsAt = kHereAt + kRowsAtHand * 16 + 16;
+  static constexpr int kWritesAt = kReadsAt + kThreads * 16;
 
   // What a block works at. The blocks of a group's and head's slab follow each other: they read the
   // same rows.
@@ -92,9 +109,6 @@ struct BackwardBias {
   const std::uint16_t* gradient_piece;
   const float* statistic;
 
-  __device__ __forceinline__ unsigned again() const {
-    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
-  }
   static __device__ __forceinline__ int query_warp(unsigned thread) {
     return static_cast<int>(thread / 32 % query_warps);
   }
@@ -104,7 +118,8 @@ struct BackwardBias {
 
   static __device__ __forceinline__ void run(const BackwardBiasParams& p) {
     const Block block = Block::of(p);
-    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const unsigned index = thread_index();  // by a detour, else it is read again and again
+    const unsigned thread = __shfl_sync(0xffffffff, index, index % 32);
     const unsigned first = block.slab * p.rows_of_slab;
     const unsigned end = min(first + p.rows_of_slab, p.rows);
     const std::int64_t row = std::int64_t{block.group} * p.rows + first;
@@ -127,59 +142,104 @@ struct BackwardBias {
     return shared_memory<Shared>().here[row % kRowsAtHand];
   }
 
-  // Asks for a row's mask; without one all keys are there.
+  // Words of the block's mask in a row, and others. By numbers, else the address is looked for at
+  // each use.
+  static __device__ __forceinline__ std::uint64_t word_of(std::uint32_t low, std::uint32_t high) {
+    return std::uint64_t{high} << 32 | low;
+  }
+  __device__ __forceinline__ uint4 words_of(int row) const {
+    return sm80::load_shared_16(lines + kHereAt + row % kRowsAtHand * 16);
+  }
+
+  __device__ __forceinline__ Reads find_reads() const {
+    const unsigned lane = thread % 32, first = query_warp(thread) * kWarpQueries;
+    return {first * Line::kPitch + Product::down(lane),
+            kKeysAt + key_warp(thread) * (kKeys * Line::kPitch) + Product::across(lane),
+            kStatisticsAt + first * 16 + lane / 4 * 16};
+  }
+  __device__ __forceinline__ Writes find_writes(int first_tile) const {
+    const unsigned query = thread % kBlockQueries;
+    return {std::int64_t{first_tile * kKeys - first_query} * (4 * p.width) + p.width,
+            Line::piece_at(thread / Line::kPieceRoom, thread % Line::kPieceRoom),
+            kStatisticsAt + query / 16 * 256 + thread / kBlockQueries * 128 + query % 8 * 16 +
+                query / 8 % 2 * 8};
+  }
+  __device__ __forceinline__ Reads reads() const {
+    if (!kKeepsPlaces) return find_reads();
+    const uint4 words = sm80::load_shared_16(lines + kReadsAt + thread * 16);
+    return {words.x, words.y, words.z};
+  }
+  __device__ __forceinline__ Writes writes() const {
+    if (!kKeepsPlaces) return find_writes(shared_memory<Shared>().first_tile);
+    const uint4 words = sm80::load_shared_16(lines + kWritesAt + thread * 16);
+    return {static_cast<std::int64_t>(word_of(words.x, words.y)), words.z, words.w};
+  }
+
+  // Asks for a row's mask.
   __device__ __forceinline__ void copy_mask(int row) const {
-    const unsigned me = again();
-    if (me >= 4) return;
+    if (thread >= 4) return;
     const auto& shared = shared_memory<Shared>();
-    const int tile = shared.first_tile + static_cast<int>(me / 2);
-    auto* to = reinterpret_cast<std::uint32_t*>(here_of(row)) + me;
-    const bool some = row < count && tile < p.tiles && me / 2 < key_warps;
-    if (p.present) {
-      const auto* words = reinterpret_cast<const std::uint32_t*>(p.present);
-      const std::int64_t at = some ? ((shared.first_row + row) * p.tiles + tile) * 2 + me % 2 : 0;
-      sm80::cp_async_4(to, words + at, some ? 4 : 0);
-    } else {
-      const std::uint64_t word = some ? p.mask_word(0, tile) : 0;
-      *to = static_cast<std::uint32_t>(word >> (me % 2 * 32));
-    }
+    const int tile = shared.first_tile + static_cast<int>(thread / 2);
+    const bool some = row < count && tile < p.tiles && thread / 2 < key_warps;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(p.present);
+    const std::int64_t at = some ? ((shared.first_row + row) * p.tiles + tile) * 2 + thread % 2 : 0;
+    sm80::cp_async_4(reinterpret_cast<std::uint32_t*>(here_of(row)) + thread, words + at,
+                     some ? 4 : 0);
+  }
+
+  // Masks of all rows, where all keys are there.
+  __device__ __forceinline__ void write_masks(int first_tile) const {
+    if (thread >= 2 * kRowsAtHand) return;
+    const bool some = thread % 2 < key_warps;
+    here_of(thread / 2)[thread % 2] =
+        some ? p.mask_word(0, first_tile + static_cast<int>(thread % 2)) : 0;
   }
 
   // Asks for what belongs to the next row, whose mask is at hand, and for the mask of the one after
   // it; zeros for keys and values that are not there.
-  __device__ __forceinline__ void copy(int row, int stage) {
-    copy_mask(row + 1);
-    const std::uint64_t (&here)[2] = here_of(row);
-    if ((here[0] | here[1]) != 0) {
-      const unsigned me = again();
-      const unsigned piece = me % Line::kPieceRoom, line = me / Line::kPieceRoom;
-      const bool inside = width == p.dim || piece * 8 < p.dim;
+  __device__ __forceinline__ void copy(int row) {
+    if (p.present) copy_mask(row + 1);
+    const uint4 words = words_of(row);
+    const std::uint64_t here[2] = {word_of(words.x, words.y), key_warps > 1
+                                                                  ? word_of(words.z, words.w)
+                                                                  : word_of(words.x, words.y)};
+    if ((here[0] | here[1]) != 0 && row < count) {
+      const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
+      const Writes write = writes();
+      const auto to = lines + row % kStages * kStageBytes;
+      const auto at = to + write.queries;
+      const std::uint16_t* key_piece = query_piece + write.keys_from_queries;
       const int left = p.n - first_query;
-      const auto to = lines + stage * kStageBytes;
-      const auto at = to + Line::piece_at(line, piece);
-      const auto is_here = [left](int query) { return query < left; };
-      if (piece < Line::kPieces && line < kBlockQueries) {
-        copy_pieces<width, kThreads, kBlockQueries>(at, query_piece, 4 * p.width, inside, line,
-                                                    is_here);
-        copy_pieces<width, kThreads, kBlockQueries>(at + kQueryBytes, gradient_piece, p.width,
-                                                    inside, line, is_here);
-      }
-      const auto is_there = [&here](int key) {
-        return (here[key / kKeys] >> (key % kKeys) & 1) != 0;
+      // Thread by thread, of queries and keys that `is_here` and `is_there` say yes of.
+      const auto copy_lines = [&](bool inside, auto is_here, auto is_there) {
+        if (piece < Line::kPieces && (kLines <= kBlockQueries || line < kBlockQueries)) {
+          copy_pieces<width, kThreads, kBlockQueries>(at, query_piece, 4 * p.width, inside, line,
+                                                      is_here);
+          copy_pieces<width, kThreads, kBlockQueries>(at + kQueryBytes, gradient_piece, p.width,
+                                                      inside, line, is_here);
+        }
+        if (piece < Line::kPieces && (kLines <= kBlockKeys || line < kBlockKeys)) {
+          copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside,
+                                                   line, is_there);
+          copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
+                                                   4 * p.width, inside, line, is_there);
+        }
       };
-      if (piece < Line::kPieces && line < kBlockKeys) {
-        const std::uint16_t* key_piece = query_piece + shared_memory<Shared>().keys_from_queries;
-        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt, key_piece, 4 * p.width, inside, line,
-                                                 is_there);
-        copy_pieces<width, kThreads, kBlockKeys>(at + kKeysAt + kKeyBytes, key_piece + p.width,
-                                                 4 * p.width, inside, line, is_there);
+      const bool whole = (here[0] & here[1]) == ~std::uint64_t{0} && left >= kBlockQueries;
+      if (whole && width == p.dim) {  // no question at every piece
+        copy_lines(true, [](int) { return true; }, [](int) { return true; });
+      } else {
+        copy_lines(
+            width == p.dim || piece * 8 < p.dim, [left](int query) { return query < left; },
+            [&here](int key) {
+              return ((key < kKeys ? here[0] : here[1]) >> (key % kKeys) & 1) != 0;
+            });
       }
       static_assert(2 * kBlockQueries <= kThreads);
-      if (me < 2 * kBlockQueries) {
-        const unsigned which = me / kBlockQueries, query = me % kBlockQueries;
-        sm80::cp_async_4(
-            to + kStatisticsAt + (query / 16 * 8 + query % 8) * 16 + query / 8 % 2 * 4 + which * 8,
-            statistic, is_here(static_cast<int>(query)) ? 4 : 0);
+      if (thread < 2 * kBlockQueries) {
+        const int bytes = static_cast<int>(thread % kBlockQueries) < left ? 4 : 0;
+        sm80::cp_async_4(to + write.number, statistic, bytes);
+        sm80::cp_async_4(to + write.number + 4, statistic, bytes);
       }
     }
     sm80::cp_async_commit();
@@ -195,28 +255,35 @@ struct BackwardBias {
     if (thread == 0) {
       shared_memory<Shared>().first_row = first_row;
       shared_memory<Shared>().first_tile = block.first_tile;
-      shared_memory<Shared>().keys_from_queries =
-          std::int64_t{block.first_tile * kKeys - first_query} * (4 * p.width) + p.width;
+    }
+    if (kKeepsPlaces) {
+      shared_memory<Shared>().reads[thread] = find_reads();
+      shared_memory<Shared>().writes[thread] = find_writes(block.first_tile);
     }
     __syncthreads();
-    copy_mask(0);
+    p.present ? copy_mask(0) : write_masks(block.first_tile);
     sm80::cp_async_commit();
     sm80::cp_async_wait<0>();
     __syncthreads();
-    copy(0, 0);
+    copy(0);
     load_bias(block);
-    int stage = 0;
     for (int row = 0; row < count; ++row) {
       sm80::cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1) copy(row + 1, 1 - stage);
-      const std::uint64_t here = here_of(row)[key_warp(again())];
-      if (here != 0) add_row(lines + stage * kStageBytes, here);
+      if (kStages > 1) copy(row + 1);
+      const uint4 words = words_of(row);
+      const std::uint64_t here =
+          key_warp(thread) == 0 ? word_of(words.x, words.y) : word_of(words.z, words.w);
+      const auto stage = lines + row % kStages * kStageBytes;
+      if (here == ~std::uint64_t{0}) {
+        add_row<true>(stage, here);
+      } else if (here != 0) {
+        add_row<false>(stage, here);
+      }
       if (kStages == 1) {
         __syncthreads();
-        copy(row + 1, 0);
+        copy(row + 1);
       }
-      stage = kStages - 1 - stage;
     }
     sm80::cp_async_wait<0>();
     store();
@@ -236,86 +303,73 @@ struct BackwardBias {
       for (int b = 0; b < kKeyBlocks; ++b) {
         bias[m][b] = from[b * 32 + thread % 32];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) total[b][m][i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < 8; ++i) {
+          total[b][m][i / 4][i % 4] = 0.0f;
+        }
       }
     }
   }
 
+  __device__ __forceinline__ float bias_of(int b, int m, int j, int e) const {
+    const uint4& piece = bias[m][b];
+    const std::uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+    // Else the compiler keeps the bias of all keys as fp32, and spills.
+    const auto word =
+        static_cast<std::uint32_t>(sm80::opaque(static_cast<int>(words[2 * j + e / 2])));
+    const float2 two = unpack_16<mode>(word);
+    return e % 2 == 0 ? two.x : two.y;
+  }
+
+  // `all`: whether all of the warp's keys are there.
+  template <bool all>
   __device__ __forceinline__ void add_row(sm80::SharedAddress stage, std::uint64_t here) {
-    const unsigned me = again(), lane = me % 32;
-    const int first = query_warp(me) * kWarpQueries;
+    const unsigned lane = thread % 32;
+    const Reads at = reads();
+    const auto queries = stage + at.queries, keys = stage + at.keys, numbers = stage + at.numbers;
     typename Product::Fragments query, gradient;
-    const auto queries = stage + first * Line::kPitch + Product::down(lane);
     Product::load(query, queries, 0);
     Product::load(gradient, queries, kQueryBytes);
-    const auto statistics = stage + kStatisticsAt + first * 8 + lane / 4 * 16;
-    const auto keys =
-        stage + kKeysAt + key_warp(me) * (kKeys * Line::kPitch) + Product::across(lane);
+    float log_sums[kM][2], minus_dots[kM][4];  // the latter as sums of products begin with them
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const uint4 two = sm80::load_shared_16(numbers + m * 256);
+      log_sums[m][0] = __uint_as_float(two.x);
+      log_sums[m][1] = __uint_as_float(two.z);
+      const uint4 four = sm80::load_shared_16(numbers + 128 + m * 256);
+      minus_dots[m][0] = -__uint_as_float(four.x);
+      minus_dots[m][1] = -__uint_as_float(four.y);
+      minus_dots[m][2] = -__uint_as_float(four.z);
+      minus_dots[m][3] = -__uint_as_float(four.w);
+    }
 #pragma unroll
     for (int b = 0; b < kKeyBlocks; ++b) {
-      typename Product::Weights weights, gradients;
+      typename Product::Columns key_columns, value_columns;
+      const std::uint32_t mine = static_cast<std::uint32_t>(here >> (b * 16)) >> (2 * (lane % 4));
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const uint4& piece = bias[m][b];
-        const std::uint32_t four[4] = {piece.x, piece.y, piece.z, piece.w};
+      for (int j = 0; j < 2; ++j) {
+        typename Product::Weights weights, gradients;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          // Else the compiler keeps the bias of all keys as fp32, and spills.
-          const auto word = static_cast<std::uint32_t>(sm80::opaque(static_cast<int>(four[i])));
-          const float2 two = unpack_16<mode>(word);
-          weights[m][i / 2][i % 2 * 2] = two.x;
-          weights[m][i / 2][i % 2 * 2 + 1] = two.y;
-          gradients[m][i / 2][i % 2 * 2] = gradients[m][i / 2][i % 2 * 2 + 1] = 0.0f;
-        }
-      }
-      Product::multiply(weights, query, keys, b * 16 * Line::kPitch);
-      Product::multiply(gradients, gradient, keys, kKeyBytes + b * 16 * Line::kPitch);
-      // Read again for each block of keys: registers are scarce.
-      float log_sums[kM][2], row_dots[kM][2];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const uint4 four = sm80::load_shared_16(statistics + m * 128);
-        log_sums[m][0] = __uint_as_float(four.x);
-        log_sums[m][1] = __uint_as_float(four.y);
-        row_dots[m][0] = __uint_as_float(four.z);
-        row_dots[m][1] = __uint_as_float(four.w);
-      }
-      const std::uint32_t some = static_cast<std::uint32_t>(here >> (b * 16)) & 0xffff;
-      const std::uint32_t mine = some >> (2 * (lane % 4));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int m = 0; m < kM; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float weight =
-                sm80::exp2_approx(fmaf(weights[m][j][e], p.logit_scale, -log_sums[m][e / 2]));
-            gradients[m][j][e] = gradients[m][j][e] - row_dots[m][e / 2];
-            weights[m][j][e] = weight;
+            weights[m][e] = bias_of(b, m, j, e);
+            gradients[m][e] = minus_dots[m][e];
           }
         }
-      }
-      // An absent key adds nothing, not even a query's NaN.
-      if (some != 0xffff) {
+        Product::load(key_columns, keys, b * 16 * Line::kPitch, j);
+        Product::multiply(weights, query, key_columns[j]);
+        Product::load(value_columns, keys, kKeyBytes + b * 16 * Line::kPitch, j);
+        Product::multiply(gradients, gradient, value_columns[j]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const bool there = mine >> (8 * j + e % 2) & 1;
-#pragma unroll
-            for (int m = 0; m < kM; ++m) {
-              if (!there) weights[m][j][e] = gradients[m][j][e] = 0.0f;
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int m = 0; m < kM; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            total[b][m][j][e] = fmaf(weights[m][j][e], gradients[m][j][e], total[b][m][j][e]);
+            float weight =
+                sm80::exp2_approx(fmaf(weights[m][e], p.logit_scale, -log_sums[m][e / 2]));
+            // An absent key adds nothing, not even a query's NaN.
+            const bool there = all || (mine >> (8 * j + e % 2) & 1) != 0;
+            if (!there) weight = gradients[m][e] = 0.0f;
+            total[b][m][j][e] = fmaf(weight, gradients[m][e], total[b][m][j][e]);
           }
         }
       }
@@ -324,7 +378,7 @@ struct BackwardBias {
 
   __device__ __forceinline__ void store() const {
     const Block block = Block::of(p);
-    const unsigned me = again(), lane = me % 32;
+    const unsigned me = thread, lane = me % 32;
     const unsigned groups = gridDim.x / (p.key_tiles * p.query_tiles * p.heads * p.slabs);
     const std::int64_t map =
         (std::int64_t{block.slab} * groups + block.group) * p.heads + block.head;

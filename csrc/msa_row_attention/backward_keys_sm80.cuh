@@ -24,18 +24,30 @@ struct BackwardKeys {
   static constexpr int kWarpKeys = 16 * kM;
   static constexpr int kBlockKeys = kWarpKeys * key_warps;
   static constexpr int kStages = stage_count;  // 1: for a single tile of queries
-  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+  static_assert(kStages <= 2);
   using Product = Products<mode, width, kM>;
   using Line = Lines<width>;
   static constexpr int kTileBytes = kKeys * Line::kPitch;
+  static constexpr int kSteps = kKeys / 16;  // of a tile
+  static constexpr int kUnroll = kSteps;
 
+  // Of 16 queries, as the lanes of a quad take them: lane t has queries 2t, 2t + 1 and those 8
+  // further. D is there twice, as sums of products begin with it: of two keys.
+  struct Statistics {
+    float log_sums[4][2][2];
+    float row_dots[2][4][2][2];
+  };
   struct alignas(1024) Stage {
     unsigned char lines[row_count][2][kTileBytes];  // queries, gradients
-    // Of two queries: log_sums, row_dots.
-    float statistics[row_count][kKeys / 2][4];
+    Statistics statistics[row_count][kSteps];
   };
+  static constexpr int kNumbers = 2 * kKeys / kRowThreads;  // that a thread copies of a tile
   struct Shared {
     Stage stages[kStages];
+    // What a thread asks for the next tile with, pieces and numbers: here it occupies no registers.
+    const std::uint16_t* queries[kThreads];
+    const std::uint16_t* gradients[kThreads];
+    const float* numbers[kNumbers][kThreads];
   };
   static constexpr int kStageBytes = sizeof(Stage);
 
@@ -44,18 +56,18 @@ struct BackwardKeys {
   // them at each use.
   sm80::SharedAddress lines;
   sm80::SharedAddress statistics;
-  unsigned thread;
-  Place place;
   bool wanted;  // whether any of the row's keys in this block is there
   // The lane's numbers of the next 16 queries.
   const uint4* bias;
 
-  // What follows from the thread's number is computed again where it is asked for, and occupies no
-  // registers.
-  __device__ __forceinline__ unsigned again() const {
-    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
+  // Is read again where it is asked for, and occupies no registers.
+  static __device__ __forceinline__ unsigned thread() {
+    return static_cast<unsigned>(thread_index());
   }
-  __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ unsigned lane() const { return thread() % 32; }
+  __device__ __forceinline__ unsigned in_row() const {
+    return row_count == 1 ? thread() : thread() % kRowThreads;
+  }
 
   // Of a single row all is the same for all threads.
   static __device__ __forceinline__ unsigned slot_of(unsigned thread) {
@@ -74,7 +86,7 @@ struct BackwardKeys {
   }
 
   static __device__ __forceinline__ void run(const BackwardParams& p) {
-    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const unsigned thread = BackwardKeys::thread();
     const auto at = RowTile::of<row_count>(p, slot_of(thread));
     std::uint64_t any = 0;
 #pragma unroll
@@ -84,14 +96,26 @@ struct BackwardKeys {
     const std::int64_t head = std::int64_t{at.group} * p.heads + at.head;
     const int piece = first_key(at, thread) / kBiasBlock * 32 + static_cast<int>(thread % 32);
     const Stage& first = shared_memory<Shared>().stages[0];
-    BackwardKeys{p,
-                 number_of(first.lines[slot_of(thread)]),
-                 number_of(first.statistics[slot_of(thread)]),
-                 thread,
-                 at.place(p),
-                 at.exists && any != 0,
+    const Place place = at.place(p);
+    const unsigned in_row = thread % kRowThreads;
+    const unsigned line = in_row / Line::kPieceRoom, column = in_row % Line::kPieceRoom * 8;
+    auto& shared = shared_memory<Shared>();
+    shared.queries[thread] = p.projected + place.projected(line, 0) + column;
+    shared.gradients[thread] = p.d_attended + place.attended(line) + column;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      shared.numbers[i][thread] = (which_number(in_row, i) == 0 ? p.log_sums : p.row_dots) +
+                                  place.statistic((in_row + i * kRowThreads) % kKeys);
+    }
+    BackwardKeys{p, number_of(first.lines[slot_of(thread)]),
+                 number_of(first.statistics[slot_of(thread)]), at.exists && any != 0,
                  static_cast<const uint4*>(p.bias) + head * p.blocks * line_of_bias(p) + piece}
         .all(at);
+  }
+
+  // 0: log_sums, 1: row_dots.
+  static __device__ __forceinline__ unsigned which_number(unsigned in_row, int i) {
+    return (in_row + i * kRowThreads) / kKeys;
   }
 
   // Of 16 queries and all keys, in pieces of 16 bytes.
@@ -99,126 +123,162 @@ struct BackwardKeys {
     return std::int64_t{p.tiles} * (kKeys / kBiasBlock * 32);
   }
 
-  // Asks for a tile of queries and what belongs to them; zeros for those that do not exist. With
-  // these and a bias of zero their weights are one, times zero.
-  __device__ __forceinline__ void copy(int tile, int stage) const {
+  // Asks for the next tile of queries and what belongs to them; zeros for those that do not exist.
+  // With these and a bias of zero their weights are one, times zero.
+  __device__ __forceinline__ void copy(int tile) {
     if (wanted && tile < p.tiles) {
-      const int first = tile * kKeys, left = p.n - first;
-      const unsigned in_row = again() % kRowThreads;
-      const auto to = lines + stage * kStageBytes;
-      const auto is_here = [left](int query) { return query < left; };
-      copy_lines<width, kRowThreads>(to, p.projected + place.projected(first, 0), 4 * p.width,
-                                     p.dim, in_row, is_here);
-      copy_lines<width, kRowThreads>(to + kTileBytes, p.d_attended + place.attended(first), p.width,
-                                     p.dim, in_row, is_here);
+      const unsigned me = in_row();
+      const auto stage = tile % kStages * kStageBytes;
+      const std::uint64_t here =
+          tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
+      auto& shared = shared_memory<Shared>();
+      const std::uint16_t* queries = shared.queries[thread()];
+      const std::uint16_t* gradients = shared.gradients[thread()];
+      copy_two_lines<width, kRowThreads>(lines + stage, lines + stage + kTileBytes, queries,
+                                         gradients, 4 * p.width, p.width, p.dim, me, here);
+      shared.queries[thread()] = queries + std::uint64_t{4 * kKeys} * p.width;
+      shared.gradients[thread()] = gradients + std::uint64_t{kKeys} * p.width;
 #pragma unroll
-      for (int i = 0; i < 2 * kKeys; i += kRowThreads) {
-        const unsigned which = (in_row + i) / kKeys, query = (in_row + i) % kKeys;
-        sm80::cp_async_4(
-            statistics + stage * kStageBytes + query / 2 * 16 + query % 2 * 4 + which * 8,
-            (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first) + query,
-            is_here(static_cast<int>(query)) ? 4 : 0);
+      for (int i = 0; i < kNumbers; ++i) {
+        const unsigned query = (me + i * kRowThreads) % kKeys;
+        const int bytes = (here >> query & 1) != 0 ? 4 : 0;
+        const auto to = statistics + stage + query / 16 * static_cast<int>(sizeof(Statistics)) +
+                        query % 8 / 2 * 16 + query % 2 * 4;
+        const unsigned half = query / 8 % 2;
+        const float* from = shared.numbers[i][thread()];
+        if (which_number(me, i) == 0) {
+          sm80::cp_async_4(to + half * 8, from, bytes);
+        } else {
+          sm80::cp_async_4(to + 64 + half * 64, from, bytes);
+          sm80::cp_async_4(to + 64 + half * 64 + 8, from, bytes);
+        }
+        shared.numbers[i][thread()] = from + kKeys;
       }
     }
     sm80::cp_async_commit();
   }
 
-  uint4 ahead[kM];  // bias
+  uint4 ahead[2][kM];  // bias of a step and of the next one
   typename Product::Fragments key, value;
   typename Product::Sums d_key, d_value;
 
-  __device__ __forceinline__ void load_bias() {
+  __device__ __forceinline__ void load_bias(int step) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) ahead[m] = bias[m * 32];
+    for (int m = 0; m < kM; ++m) ahead[step % 2][m] = bias[m * 32];
   }
 
   __device__ __forceinline__ void all(const RowTile& at) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) copy(i, i);
-    const int first = first_key(at, thread);
-    const bool any = present(p, at, first) != 0;
-    if (any) {
-      load_bias();
-      const std::uint16_t* from = p.projected + place.projected(first, 1);
-      Product::load(key, from, 4 * p.width, p.n - first, p.dim, lane());
-      Product::load(value, from + p.width, 4 * p.width, p.n - first, p.dim, lane());
+    copy(0);
+    const int first = first_key(at, thread());
+    const std::uint32_t present_keys = present(p, at, first);
+    if (present_keys != 0) {
+      load_bias(0);
+      is_whole(first) ? load_keys<true>(at, first) : load_keys<false>(at, first);
     }
     Product::clear(d_key);
     Product::clear(d_value);
-    int stage = 0;
     for (int tile = 0; tile < p.tiles; ++tile) {
-      sm80::cp_async_wait<kAhead - 1>();
+      sm80::cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1) copy(tile + kAhead, stage == 0 ? kStages - 1 : stage - 1);
-      if (any) {
-        const unsigned lane = again() % 32;
-        auto across = lines + stage * kStageBytes + Product::across(lane);
-        auto down = lines + stage * kStageBytes + Product::down(lane);
-        auto numbers = statistics + stage * kStageBytes + lane % 4 * 16;
-#pragma unroll 1
-        for (int i = tile * (kKeys / 16); i < (tile + 1) * (kKeys / 16) && i < p.blocks; ++i) {
-          if (i + 1 < p.blocks) bias += line_of_bias(p);
-          step(across, down, numbers);
-          across += 16 * Line::kPitch;
-          down += 16 * Line::kPitch;
-          numbers += 16 * 8;
-        }
+      if (kStages > 1) copy(tile + 1);
+      if (present_keys == 0) continue;
+      const auto stage = tile % kStages * kStageBytes;
+      const auto across = lines + stage + Product::across(lane());
+      typename Product::Down down;
+      Product::start(down, lines + stage + Product::down(lane()));
+      const auto numbers = statistics + stage + lane() % 4 * 16;
+#pragma unroll kUnroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int block = tile * kSteps + i;
+        if (i > 0 && block >= p.blocks) break;
+        if (block + 1 < p.blocks) bias += line_of_bias(p);
+        load_bias(i + 1);
+        typename Product::Packed weights, gradients;
+        step(weights, gradients, i, across, numbers);
+        Product::add(d_value, weights, down, kTileBytes + i * 16 * Line::kPitch);
+        Product::add(d_key, gradients, down, i * 16 * Line::kPitch);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     sm80::cp_async_wait<0>();
     store();
   }
 
-  __device__ __forceinline__ void store() const {
-    const auto at = RowTile::of<row_count>(p, slot_of(again()));
-    if (!at.exists) return;
-    const int first = first_key(at, again());
-    const std::uint32_t here = present(p, at, first);
-    std::uint16_t* to = p.d_projected + at.place(p).projected(first, 1);
-    Product::store(to, 4 * p.width, d_key, p.scale, here, p.n - first, p.dim, lane());
-    Product::store(to + p.width, 4 * p.width, d_value, 1.0f, here, p.n - first, p.dim, lane());
+  // Whether all of the warp's keys exist and fill their width.
+  __device__ __forceinline__ bool is_whole(int first) const {
+    return width == p.dim && first + kWarpKeys <= p.n;
   }
 
-  // 16 queries.
-  __device__ __forceinline__ void step(sm80::SharedAddress across, sm80::SharedAddress down,
-                                       sm80::SharedAddress numbers) {
-    typename Product::Weights weights, gradients;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      // First and last 8 queries of the first 8 keys, then of the next.
-      const std::uint32_t words[4] = {ahead[m].x, ahead[m].z, ahead[m].y, ahead[m].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 two = unpack_16<mode>(sm80::transpose_8x8(words[i]));
-        weights[m][i / 2][i % 2 * 2] = two.x;
-        weights[m][i / 2][i % 2 * 2 + 1] = two.y;
-        gradients[m][i / 2][i % 2 * 2] = gradients[m][i / 2][i % 2 * 2 + 1] = 0.0f;
-      }
-    }
-    load_bias();
-    Product::multiply(weights, key, across, 0);
-    Product::multiply(gradients, value, across, kTileBytes);
+  template <bool whole>
+  __device__ __forceinline__ void load_keys(const RowTile& at, int first) {
+    const std::uint16_t* from = p.projected + at.place(p).projected(first, 1);
+    Product::template load<whole>(key, from, 4 * p.width, p.n - first, p.dim, lane());
+    Product::template load<whole>(value, from + p.width, 4 * p.width, p.n - first, p.dim, lane());
+    // Products of the negative begin with D, and give D - da v^T.
+    Product::negate(value);
+  }
+
+  __device__ __forceinline__ void store() const {
+    const auto at = RowTile::of<row_count>(p, slot_of(thread()));
+    if (!at.exists) return;
+    const int first = first_key(at, thread());
+    is_whole(first) ? store<true>(at, first) : store<false>(at, first);
+  }
+  template <bool whole>
+  __device__ __forceinline__ void store(const RowTile& at, int first) const {
+    const std::uint32_t here = present(p, at, first);
+    std::uint16_t* to = p.d_projected + at.place(p).projected(first, 1);
+    Product::template store<whole>(to, 4 * p.width, d_key, -p.scale, here, p.n - first, p.dim,
+                                   lane());
+    Product::template store<whole>(to + p.width, 4 * p.width, d_value, 1.0f, here, p.n - first,
+                                   p.dim, lane());
+  }
+
+  // P and -dS of 16 queries, 8 at a time.
+  __device__ __forceinline__ void step(typename Product::Packed& packed_weights,
+                                       typename Product::Packed& packed_gradients, int i,
+                                       sm80::SharedAddress across,
+                                       sm80::SharedAddress numbers) const {
+    typename Product::Columns queries, d_attended;
+    const auto at = numbers + i * static_cast<int>(sizeof(Statistics));
+    const uint4 four = sm80::load_shared_16(at);
+    const float log_sums[2][2] = {{__uint_as_float(four.x), __uint_as_float(four.y)},
+                                  {__uint_as_float(four.z), __uint_as_float(four.w)}};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint4 four = sm80::load_shared_16(numbers + j * 64);
-      const float log_sum[2] = {__uint_as_float(four.x), __uint_as_float(four.y)};
-      const float row_dot[2] = {__uint_as_float(four.z), __uint_as_float(four.w)};
+      typename Product::Weights weights, gradients;
+      const uint4 dots = sm80::load_shared_16(at + 64 + j * 64);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        // First or last 8 queries of the first 8 keys, then of the next.
+        const uint4& piece = ahead[i % 2][m];
+        const std::uint32_t words[2] = {j == 0 ? piece.x : piece.y, j == 0 ? piece.z : piece.w};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 two = unpack_16<mode>(sm80::transpose_8x8(words[h]));
+          weights[m][2 * h] = two.x;
+          weights[m][2 * h + 1] = two.y;
+        }
+        gradients[m][0] = __uint_as_float(dots.x);
+        gradients[m][1] = __uint_as_float(dots.y);
+        gradients[m][2] = __uint_as_float(dots.z);
+        gradients[m][3] = __uint_as_float(dots.w);
+      }
+      Product::load(queries, across, i * 16 * Line::kPitch, j);
+      Product::multiply(weights, key, queries[j]);
+      Product::load(d_attended, across, kTileBytes + i * 16 * Line::kPitch, j);
+      Product::multiply(gradients, value, d_attended[j]);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float& weight = weights[m][j][e];
-          weight = sm80::exp2_approx(fmaf(weight, p.logit_scale, -log_sum[e % 2]));
-          gradients[m][j][e] = weight * (gradients[m][j][e] - row_dot[e % 2]);
+          weights[m][e] =
+              sm80::exp2_approx(fmaf(weights[m][e], p.logit_scale, -log_sums[j][e % 2]));
+          gradients[m][e] *= weights[m][e];
         }
+        Product::pack(packed_weights[m], weights[m], j);
+        Product::pack(packed_gradients[m], gradients[m], j);
       }
     }
-    typename Product::Packed packed;
-    Product::pack(packed, weights);
-    Product::add(d_value, packed, down, kTileBytes);
-    Product::pack(packed, gradients);
-    Product::add(d_key, packed, down, 0);
   }
 };
 

@@ -73,7 +73,7 @@ struct RowTile {
     block /= p.heads;
     const unsigned group = block / p.row_blocks;
     const unsigned in_group = block % p.row_blocks * row_count + slot;
-    const bool exists = in_group < p.rows;
+    const bool exists = row_count == 1 || in_group < p.rows;
     return {static_cast<int>(tile), head, group, exists,
             std::int64_t{group} * p.rows + (exists ? in_group : 0)};
   }
@@ -86,6 +86,11 @@ struct RowTile {
 __device__ __forceinline__ sm80::SharedAddress number_of(const void* shared) {
   return static_cast<sm80::SharedAddress>(
       sm80::opaque(static_cast<int>(sm80::shared_address(shared))));
+}
+
+__device__ __forceinline__ float opaque(float x) {
+  return __uint_as_float(
+      static_cast<std::uint32_t>(sm80::opaque(static_cast<int>(__float_as_uint(x)))));
 }
 
 // Asks for a thread's pieces of a head's lines, of which it has every kLineStep-th from `line` on;
@@ -104,17 +109,37 @@ __device__ __forceinline__ void copy_pieces(sm80::SharedAddress to, const std::u
   }
 }
 
-// Asks for 64 lines of a head's numbers, by `threads` threads. `first` is line 0.
-template <int width, int threads, class IsHere>
-__device__ __forceinline__ void copy_lines(sm80::SharedAddress to, const std::uint16_t* first,
-                                           unsigned stride, unsigned dim, unsigned thread,
-                                           IsHere is_here) {
+// Asks for 64 lines of two tensors, by `threads` threads: those that `here` has a bit for, zeros
+// for the others. `first` and `second` are the thread's pieces of its first line.
+template <int width, int threads>
+__device__ __forceinline__ void copy_two_lines(sm80::SharedAddress to_first,
+                                               sm80::SharedAddress to_second,
+                                               const std::uint16_t* first,
+                                               const std::uint16_t* second, unsigned first_stride,
+                                               unsigned second_stride, unsigned dim,
+                                               unsigned thread, std::uint64_t here) {
   using Line = Lines<width>;
+  constexpr int kLineStep = threads / Line::kPieceRoom;
   const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
   if (piece >= Line::kPieces) return;
-  copy_pieces<width, threads, kKeys>(to + Line::piece_at(line, piece),
-                                     first + line * stride + piece * 8, stride,
-                                     width == dim || piece * 8 < dim, line, is_here);
+  const unsigned at = Line::piece_at(line, piece);
+  const auto copy = [&](auto bytes_of) {
+#pragma unroll
+    for (int i = 0; i < kKeys; i += kLineStep) {
+      // Lines kLineStep apart have their pieces in the same order.
+      sm80::cp_async_16(to_first + at + i * Line::kPitch, first + std::uint64_t{first_stride} * i,
+                        bytes_of(i));
+      sm80::cp_async_16(to_second + at + i * Line::kPitch,
+                        second + std::uint64_t{second_stride} * i, bytes_of(i));
+    }
+  };
+  if (width == dim && here == ~std::uint64_t{0}) {  // no question at every piece
+    copy([](int) { return 16; });
+  } else {
+    if (width != dim && piece * 8 >= dim) here = 0;
+    here >>= line;
+    copy([here](int i) { return (here >> i & 1) != 0 ? 16 : 0; });
+  }
 }
 
 // Products of a warp's kM * 16 rows, which are fragments in registers, with 16 lines.
@@ -124,11 +149,13 @@ struct Products {
   static constexpr int kSteps = width / 16;
   static constexpr int kTiles = width / 8;
   using Fragments = std::uint32_t[kM][kSteps][4];
-  using Weights = float[kM][2][4];  // rows by 16 lines
-  using Packed = std::uint32_t[kM][4];
-  using Sums = float[kM][kTiles][4];  // rows by `width` numbers
+  using Weights = float[kM][4];         // rows by 8 lines
+  using Packed = std::uint32_t[kM][4];  // rows by 16 lines, as left operand
+  using Sums = float[kM][kTiles][4];    // rows by `width` numbers
 
-  // `first` is the warp's first row, `count` how many exist; all others are zeros.
+  // `first` is the warp's first row, `count` how many exist; all others are zeros. `whole`: all
+  // rows exist and fill their width.
+  template <bool whole = false>
   static __device__ __forceinline__ void load(Fragments& rows, const std::uint16_t* first,
                                               unsigned stride, int count, unsigned dim,
                                               unsigned lane) {
@@ -142,12 +169,23 @@ struct Products {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const unsigned column = s * 16 + i * 8 + lane % 4 * 2;
-            const bool here = row < count && (width == dim || column < dim);
+            const bool here = whole || (row < count && (width == dim || column < dim));
             rows[m][s][i * 2 + h] = here ? *reinterpret_cast<const std::uint32_t*>(
                                                first + std::uint64_t{stride} * row + column)
                                          : 0;
           }
         }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void negate(Fragments& rows) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows[m][s][i] ^= 0x80008000u;
       }
     }
   }
@@ -163,56 +201,100 @@ struct Products {
     }
   }
 
+  // Right operands of products with 16 lines: of 8 lines each, which are its columns.
+  using EightColumns = std::uint32_t[kSteps][2];
+  using Columns = EightColumns[2];
+  // Whether a load of four matrices takes 8 lines by 32 numbers, else 16 lines by 16.
+  static constexpr bool kEightLines = width % 32 == 0;
+
   // What a lane adds to the address of 16 lines, for operands: `across` where the lines
-  // are columns of a right one, `down` where they are rows of it, or of a left one.
+  // are columns of a right one, `down` where they are rows of it.
   static __device__ __forceinline__ int across(unsigned lane) {
-    return Line::piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    return kEightLines ? Line::piece_at(lane % 8, lane / 8)
+                       : Line::piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
   static __device__ __forceinline__ int down(unsigned lane) {
     return Line::piece_at(lane % 16, lane / 16);
   }
 
-  // weights += rows * lines^T, with the lines `offset` bytes behind `at`.
-  static __device__ __forceinline__ void multiply(Weights& weights, const Fragments& rows,
-                                                  sm80::SharedAddress at, int offset) {
+  // Of lines `offset` bytes behind `at`. They are loaded as late as possible, for registers: the
+  // first 8 with `half` = 0, the next ones with 1.
+  static __device__ __forceinline__ void load(Columns& columns, sm80::SharedAddress at, int offset,
+                                              int half) {
+    if (kEightLines) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      // Matrices of 8 lines by 8 numbers: two of the first lines, two of the next.
-      std::uint32_t four[4];
-      sm80::ldmatrix_x4(four, Line::further(at, 2 * s) + offset);
+      for (int s = 0; s < kSteps; s += 2) {
+        std::uint32_t four[4];
+        sm80::ldmatrix_x4(four, Line::further(at, 2 * s) + offset + half * 8 * Line::kPitch);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const std::uint32_t right[2] = {four[2 * j], four[2 * j + 1]};
+        for (int i = 0; i < 4; ++i) columns[half][s + i / 2][i % 2] = four[i];
+      }
+    } else if (half == 0) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m) multiply_16<mode>(weights[m][j], rows[m][s], right);
+      for (int s = 0; s < kSteps; ++s) {
+        std::uint32_t four[4];
+        sm80::ldmatrix_x4(four, Line::further(at, 2 * s) + offset);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) columns[i / 2][s][i % 2] = four[i];
       }
     }
   }
 
-  // sums += weights * lines
-  static __device__ __forceinline__ void add(Sums& sums, const Packed& weights,
-                                             sm80::SharedAddress at, int offset) {
+  // weights += rows * lines^T, of 8 lines
+  static __device__ __forceinline__ void multiply(Weights& weights, const Fragments& rows,
+                                                  const std::uint32_t (&columns)[kSteps][2]) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply_16<mode>(weights[m], rows[m][s], columns[s]);
+    }
+  }
+
+  // Of a row tile and the first 8 lines, or the last 8 with `half` = 1.
+  static __device__ __forceinline__ void pack(std::uint32_t (&packed)[4], const float (&four)[4],
+                                              int half) {
+    packed[2 * half] = pack_16<mode>(four[0], four[1]);
+    packed[2 * half + 1] = pack_16<mode>(four[2], four[3]);
+  }
+
+  // Clears what belongs to lines that the lowest 16 bits of `some` are not set for.
+  static __device__ __forceinline__ void remove_absent(Packed& weights, std::uint32_t some,
+                                                       unsigned lane) {
+    const std::uint32_t mine = some >> (2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const std::uint32_t bits = mine >> (8 * j);
+      const std::uint32_t mask = ((bits & 1) | (bits & 2) << 15) * 0xffff;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        weights[m][2 * j] &= mask;
+        weights[m][2 * j + 1] &= mask;
+      }
+    }
+  }
+
+  // Addresses of 16 lines' operands: those of further lines are at fixed distances. Of wide heads
+  // they are too many to be held.
+  static constexpr bool kHeld = width <= 64;
+  using Down = sm80::SharedAddress[kHeld ? kTiles / 2 : 1];
+  static __device__ __forceinline__ void start(Down& down, sm80::SharedAddress at) {
+#pragma unroll
+    for (int j = 0; j < (kHeld ? kTiles / 2 : 1); ++j) down[j] = Line::further(at, 2 * j);
+  }
+
+  // sums += weights * lines, with the lines `offset` bytes behind `at`.
+  static __device__ __forceinline__ void add(Sums& sums, const Packed& weights, const Down& at,
+                                             int offset) {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       std::uint32_t four[4];
-      sm80::ldmatrix_x4_trans(four, Line::further(at, j) + offset);
+      sm80::ldmatrix_x4_trans(
+          four, kHeld ? at[kHeld ? j / 2 : 0] + offset : Line::further(at[0] + offset, j));
       const std::uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         multiply_16<mode>(sums[m][j], weights[m], left);
         multiply_16<mode>(sums[m][j + 1], weights[m], right);
-      }
-    }
-  }
-
-  // As left operand of a product.
-  static __device__ __forceinline__ void pack(Packed& packed, const Weights& weights) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&four)[4] = weights[m][i / 2];
-        packed[m][i] = pack_16<mode>(four[i % 2 * 2], four[i % 2 * 2 + 1]);
       }
     }
   }
@@ -229,6 +311,7 @@ struct Products {
   }
 
   // sums * scale to the warp's rows, zeros to those that `here` has no bit for.
+  template <bool whole = false>
   static __device__ __forceinline__ void store(std::uint16_t* first, unsigned stride,
                                                const Sums& sums, float scale, std::uint32_t here,
                                                int count, unsigned dim, unsigned lane) {
@@ -249,7 +332,7 @@ struct Products {
             std::uint32_t words[4] = {word(j), word(j + 1), word(j + 2), word(j + 3)};
             turn_quad(words, lane);
             const unsigned column = (j + lane % 4) * 8;
-            if (row < count && (width == dim || column < dim)) {
+            if (whole || (row < count && (width == dim || column < dim))) {
               sm80::store_global_16(line + column,
                                     make_uint4(words[0], words[1], words[2], words[3]));
             }
@@ -257,7 +340,7 @@ struct Products {
 #pragma unroll
             for (int i = j; i < kTiles; ++i) {
               const unsigned column = i * 8 + lane % 4 * 2;
-              if (row < count && (width == dim || column < dim)) {
+              if (whole || (row < count && (width == dim || column < dim))) {
                 *reinterpret_cast<std::uint32_t*>(line + column) = word(i);
               }
             }

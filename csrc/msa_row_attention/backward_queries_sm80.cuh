@@ -19,17 +19,20 @@ struct BackwardQueries {
   static constexpr int kWarpQueries = 16 * kM;
   static constexpr int kBlockQueries = kWarpQueries * query_warps;
   static constexpr int kStages = stage_count;  // 1: for a single tile of keys
-  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+  static_assert(kStages <= 2);
   using Product = Products<mode, width, kM>;
   using Line = Lines<width>;
   static constexpr int kTileBytes = kKeys * Line::kPitch;
-  static constexpr float kMinusInfinity = -__builtin_huge_valf();
+  static constexpr int kSteps = kKeys / 16;  // of a tile
 
   struct alignas(1024) Stage {
     unsigned char lines[row_count][2][kTileBytes];  // keys, values
   };
   struct Shared {
     Stage stages[kStages];
+    // What a thread asks for tiles with: here it occupies no registers.
+    const std::uint16_t* keys[kThreads];   // its piece of the next tile's keys
+    const std::uint64_t* masks[kThreads];  // words of its row
   };
   static constexpr int kStageBytes = sizeof(Stage);
 
@@ -37,17 +40,14 @@ struct BackwardQueries {
   // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
   sm80::SharedAddress lines;
   unsigned thread;
-  Place place;
-  const std::uint64_t* present;  // of the row; null: all keys are there
-  // The lane's numbers of the next 16 keys, for the warp's first 16 queries and the others.
+  bool exists;  // whether there is such a row
+  // The lane's numbers of the first keys of a tile, for the warp's first 16 queries and the others.
   const uint4* bias[2];
 
-  // What follows from the thread's number is computed again where it is asked for, and occupies no
-  // registers.
-  __device__ __forceinline__ unsigned again() const {
-    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
-  }
   __device__ __forceinline__ unsigned lane() const { return thread % 32; }
+  __device__ __forceinline__ unsigned in_row() const {
+    return row_count == 1 ? thread : thread % kRowThreads;
+  }
 
   // Of a single row all is the same for all threads.
   static __device__ __forceinline__ unsigned slot_of(unsigned thread) {
@@ -59,172 +59,168 @@ struct BackwardQueries {
   }
 
   static __device__ __forceinline__ void run(const BackwardParams& p) {
-    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const unsigned index = thread_index();  // by a detour, else it is read again and again
+    const unsigned thread = __shfl_sync(0xffffffff, index, index % 32);
     const auto at = RowTile::of<row_count>(p, slot_of(thread));
     const int query_block = first_query(at, thread) / kBiasBlock;
     const auto bias_of = [&](int m) {  // queries that do not exist have the last ones'
       const std::int64_t line = (std::int64_t{at.group} * p.heads + at.head) * p.blocks +
                                 min(query_block + m, p.blocks - 1);
-      return static_cast<const uint4*>(p.bias) + line * p.tiles * (kKeys / kBiasBlock * 32) +
-             thread % 32;
+      return static_cast<const uint4*>(p.bias) + line * p.tiles * (kSteps * 32) + thread % 32;
     };
+    const unsigned in_row = thread % kRowThreads;
     const Stage& first = shared_memory<Shared>().stages[0];
     BackwardQueries{p,
                     number_of(first.lines[slot_of(thread)]),
                     thread,
-                    at.place(p),
-                    p.present ? p.present + at.row * p.tiles : nullptr,
-                    {bias_of(0), bias_of(1)}}
-        .all(at);
+                    at.exists,
+                    {bias_of(0), bias_of(kM - 1)}}
+        .all(at, p.projected + at.place(p).projected(in_row / Line::kPieceRoom, 1) +
+                     in_row % Line::kPieceRoom * 8);
   }
 
-  // Which keys of a tile are there.
-  __device__ __forceinline__ std::uint64_t mask_word(int tile, bool exists) const {
+  // Which keys of a tile are there; none of a row that is not.
+  __device__ __forceinline__ std::uint64_t mask_word(int tile) const {
     if (!exists || tile >= p.tiles) return 0;
-    if (present) return present[tile];
-    const int left = p.n - tile * kKeys;
-    return left >= kKeys ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (kKeys - left);
+    if (p.present) return shared_memory<Shared>().masks[thread][tile];
+    return tile + 1 < p.tiles ? ~std::uint64_t{0} : ~std::uint64_t{0} >> (-p.n & (kKeys - 1));
   }
 
-  // Asks for the keys and values of a tile; zeros for those that are not there.
-  __device__ __forceinline__ void copy(int tile, int stage, std::uint64_t here) const {
+  // Asks for the keys and values of the next tile; zeros for those that are not there.
+  __device__ __forceinline__ void copy(int tile, std::uint64_t here) {
+    const std::uint16_t*& at = shared_memory<Shared>().keys[thread];
+    const std::uint16_t* key = at;
     if (here != 0) {
-      const unsigned in_row = again() % kRowThreads;
-      const auto to = lines + stage * kStageBytes;
-      const auto is_here = [here](int key) { return (here >> key & 1) != 0; };
-      const std::uint16_t* from = p.projected + place.projected(tile * kKeys, 1);
-      copy_lines<width, kRowThreads>(to, from, 4 * p.width, p.dim, in_row, is_here);
-      copy_lines<width, kRowThreads>(to + kTileBytes, from + p.width, 4 * p.width, p.dim, in_row,
-                                     is_here);
+      const auto to = lines + tile % kStages * kStageBytes;
+      copy_two_lines<width, kRowThreads>(to, to + kTileBytes, key, key + p.width, 4 * p.width,
+                                         4 * p.width, p.dim, in_row(), here);
     }
     sm80::cp_async_commit();
+    at = key + std::uint64_t{4 * kKeys} * p.width;
   }
 
-  uint4 ahead[kM];  // bias
+  uint4 ahead[2][kM];  // bias of a step and of the next one
   typename Product::Fragments query, gradient;
   typename Product::Sums d_query;
   float log_sums[kM][2];
-  float row_dots[kM][2];
+  float row_dots[kM][4];  // as sums of products begin with them
 
-  __device__ __forceinline__ void load_bias() {
+  // Of 16 keys of the tile that `bias` points to.
+  __device__ __forceinline__ void load_bias(int step) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) ahead[m] = *bias[m];
+    for (int m = 0; m < kM; ++m) ahead[step % 2][m] = bias[m][step % kSteps * 32];
   }
 
-  __device__ __forceinline__ void all(const RowTile& at) {
-    std::uint64_t words[kAhead + 1];  // of this tile and the next ones
+  // The bias of a step further: of the next tile; of the last one again behind it.
+  __device__ __forceinline__ void load_next_bias(int step, int tile) {
+    if (step == kSteps && tile + 1 < p.tiles) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      words[i] = mask_word(i, at.exists);
-      copy(i, i, words[i]);
+      for (int m = 0; m < kM; ++m) bias[m] += kSteps * 32;
     }
-    words[kAhead] = mask_word(kAhead, at.exists);
-    load_bias();
-    load_queries(first_query(at, thread));
+    load_bias(step);
+  }
+
+  __device__ __forceinline__ void all(const RowTile& at, const std::uint16_t* key) {
+    shared_memory<Shared>().keys[thread] = key;
+    if (p.present) shared_memory<Shared>().masks[thread] = p.present + at.row * p.tiles;
+
+    copy(0, mask_word(0));
+    load_bias(0);
+    const bool whole = width == p.dim && first_query(at, thread) + kWarpQueries <= p.n;
+    whole ? load_queries<true>(at) : load_queries<false>(at);
     Product::clear(d_query);
-    int stage = 0;
     for (int tile = 0; tile < p.tiles; ++tile) {
-      sm80::cp_async_wait<kAhead - 1>();
+      const std::uint64_t here = mask_word(tile), next = kStages > 1 ? mask_word(tile + 1) : 0;
+      sm80::cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1) {
-        copy(tile + kAhead, stage == 0 ? kStages - 1 : stage - 1, words[kAhead]);
+      if (kStages > 1) copy(tile + 1, next);
+      if (here == 0) {
+        load_next_bias(kSteps, tile);
+        continue;
       }
-      std::uint64_t here = words[0];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) words[i] = words[i + 1];
-      words[kAhead] = mask_word(tile + kAhead + 1, at.exists);
-      const unsigned lane = again() % 32;
-      auto across = lines + stage * kStageBytes + Product::across(lane);
-      auto down = lines + stage * kStageBytes + Product::down(lane);
-#pragma unroll 1
-      for (int i = 0; i < kKeys / 16; ++i) {
-        // The last one again behind it.
-        const int further = i + 1 < kKeys / 16 || tile + 1 < p.tiles ? 32 : 0;
-        step(across, down, static_cast<std::uint32_t>(here) & 0xffff, further);
-        across += 16 * Line::kPitch;
-        down += 16 * Line::kPitch;
-        here >>= 16;
+      const auto keys = lines + tile % kStages * kStageBytes;
+      const auto across = keys + Product::across(lane());
+      typename Product::Down down;
+      Product::start(down, keys + Product::down(lane()));
+      const bool all = here == ~std::uint64_t{0};
+#pragma unroll 2
+      for (int i = 0; i < kSteps; ++i) {
+        typename Product::Packed packed;
+        step(packed, across, i, [&] { load_next_bias(i + 1, tile); });
+        if (!all)
+          Product::remove_absent(packed, static_cast<std::uint32_t>(here >> (i * 16)), lane());
+        Product::add(d_query, packed, down, i * 16 * Line::kPitch);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     sm80::cp_async_wait<0>();
-    store();
+    if (!exists) return;
+    whole ? store<true>() : store<false>();
   }
 
-  __device__ __forceinline__ void load_queries(int first) {
-    Product::load(query, p.projected + place.projected(first, 0), 4 * p.width, p.n - first, p.dim,
-                  lane());
-    Product::load(gradient, p.d_attended + place.attended(first), p.width, p.n - first, p.dim,
-                  lane());
+  template <bool whole>
+  __device__ __forceinline__ void load_queries(const RowTile& at) {
+    const Place place = at.place(p);
+    const int first = first_query(at, thread);
+    Product::template load<whole>(query, p.projected + place.projected(first, 0), 4 * p.width,
+                                  p.n - first, p.dim, lane());
+    Product::template load<whole>(gradient, p.d_attended + place.attended(first), p.width,
+                                  p.n - first, p.dim, lane());
+    // Products of the negative begin with D, and give D - da v^T.
+    Product::negate(gradient);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int at = first + m * 16 + h * 8 + static_cast<int>(lane() / 4);
-        log_sums[m][h] = at < p.n ? p.log_sums[place.statistic(at)] : 0.0f;
-        row_dots[m][h] = at < p.n ? p.row_dots[place.statistic(at)] : 0.0f;
+        const int query = first + m * 16 + h * 8 + static_cast<int>(lane() / 4);
+        const bool here = whole || query < p.n;
+        log_sums[m][h] = here ? p.log_sums[place.statistic(query)] : 0.0f;
+        const float dot = here ? p.row_dots[place.statistic(query)] : 0.0f;
+        row_dots[m][2 * h] = opaque(dot);
+        row_dots[m][2 * h + 1] = opaque(dot);
       }
     }
   }
 
+  template <bool whole>
   __device__ __forceinline__ void store() const {
-    const auto at = RowTile::of<row_count>(p, slot_of(again()));
-    if (!at.exists) return;
-    const int first = first_query(at, again());
-    Product::store(p.d_projected + at.place(p).projected(first, 0), 4 * p.width, d_query, p.scale,
-                   ~0u, p.n - first, p.dim, lane());
+    const auto at = RowTile::of<row_count>(p, slot_of(thread));
+    const int first = first_query(at, thread);
+    Product::template store<whole>(p.d_projected + at.place(p).projected(first, 0), 4 * p.width,
+                                   d_query, -p.scale, ~0u, p.n - first, p.dim, lane());
   }
 
-  // 16 keys, of which those of `some` are there. The next bias is `further` pieces on.
-  __device__ __forceinline__ void step(sm80::SharedAddress across, sm80::SharedAddress down,
-                                       std::uint32_t some, int further) {
-    typename Product::Weights weights, gradients;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      const std::uint32_t four[4] = {ahead[m].x, ahead[m].y, ahead[m].z, ahead[m].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 two = unpack_16<mode>(four[i]);
-        weights[m][i / 2][i % 2 * 2] = two.x;
-        weights[m][i / 2][i % 2 * 2 + 1] = two.y;
-        gradients[m][i / 2][i % 2 * 2] = gradients[m][i / 2][i % 2 * 2 + 1] = 0.0f;
-      }
-      bias[m] += further;
-    }
-    load_bias();
-    if (some == 0) return;
-    Product::multiply(weights, query, across, 0);
-    Product::multiply(gradients, gradient, across, kTileBytes);
-    if (some != 0xffff) remove_absent(weights, some);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float weight =
-              sm80::exp2_approx(fmaf(weights[m][j][e], p.logit_scale, -log_sums[m][e / 2]));
-          gradients[m][j][e] = weight * (gradients[m][j][e] - row_dots[m][e / 2]);
-        }
-      }
-    }
-    typename Product::Packed packed;
-    Product::pack(packed, gradients);
-    Product::add(d_query, packed, down, 0);
-  }
-
-  __device__ __forceinline__ void remove_absent(typename Product::Weights& weights,
-                                                std::uint32_t some) const {
-    const std::uint32_t mine = some >> (2 * (lane() % 4));
+  // dS of 16 keys, 8 at a time.
+  template <class LoadNext>
+  __device__ __forceinline__ void step(typename Product::Packed& packed, sm80::SharedAddress across,
+                                       int i, LoadNext load_next) {
+    typename Product::Columns key_columns, value_columns;
+    load_next();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+      typename Product::Weights weights, gradients;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool there = mine >> (8 * j + e % 2) & 1;
+      for (int m = 0; m < kM; ++m) {
+        const uint4& piece = ahead[i % 2][m];
+        const std::uint32_t words[2] = {j == 0 ? piece.x : piece.z, j == 0 ? piece.y : piece.w};
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          if (!there) weights[m][j][e] = kMinusInfinity;
+        for (int e = 0; e < 4; ++e) {
+          const float2 two = unpack_16<mode>(words[e / 2]);
+          weights[m][e] = e % 2 == 0 ? two.x : two.y;
+          gradients[m][e] = row_dots[m][e];
         }
+      }
+      Product::load(key_columns, across, i * 16 * Line::kPitch, j);
+      Product::multiply(weights, query, key_columns[j]);
+      Product::load(value_columns, across, kTileBytes + i * 16 * Line::kPitch, j);
+      Product::multiply(gradients, gradient, value_columns[j]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          gradients[m][e] *=
+              sm80::exp2_approx(fmaf(weights[m][e], p.logit_scale, -log_sums[m][e / 2]));
+        }
+        Product::pack(packed[m], gradients[m], j);
       }
     }
   }
@@ -232,7 +228,10 @@ struct BackwardQueries {
 
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  (width <= 32 ? 384 : 256) / (32 * query_warps * row_count))
+                                  (width > 32                      ? 256
+                                   : width <= 16 || row_count == 1 ? 512
+                                                                   : 384) /
+                                      (32 * query_warps * row_count))
     backward_queries_kernel(const __grid_constant__ BackwardParams params) {
   BackwardQueries<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
 }

@@ -61,7 +61,7 @@ constexpr int backward_tile_of(std::int64_t n, int of_warp) {
 
 // Of the ring. One where short rows have a single tile to walk.
 constexpr int backward_stages(int width, int tile) {
-  return tile > 0 ? 1 : width <= 32 ? 3 : 2;
+  return tile > 0 ? 1 : 2;
 }
 
 // A block of the bias's gradient: warps of 16 * query_tiles queries and 64 keys. The larger it is
