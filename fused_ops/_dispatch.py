@@ -142,6 +142,10 @@ class Operator:
         entered where it would only come back. False for an op with kernels for most calls: the
         C++ host op is then called at once. It must check everything, a required tensor that is
         None too, and call ``x_composition`` itself.
+    saves
+        Whether C++ has ``x_forward_saving`` on CUDA: it returns the result, and behind it what
+        the backward need not compute again then. ``device_backward`` is given that as one more
+        argument, a list, empty where nothing was saved.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class Operator:
         backward: Callable[..., list[Tensor]],
         device_backward: Callable[..., list[Tensor] | None] | None = None,
         plans_cuda: bool = True,
+        saves: bool = False,
     ) -> None:
         self.name = name
         self.check = check
@@ -173,6 +178,7 @@ class Operator:
         self._precision = names.index("precision")
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._plans_cuda = plans_cuda
+        self._saves = saves
         self._kernels: dict[tuple[str, str], bool] = {}
         self._chosen: set[tuple[str, torch.dtype, str]] = set()  # no kernel, but by choice
         schema = ", ".join(arguments)
@@ -211,26 +217,44 @@ class Operator:
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if getattr(args[i], "requires_grad", False):
-                    return self._function.apply(*args)
+                    output = self._function.apply(*args)
+                    return output if isinstance(output, Tensor) else output[0]
         return self._run_forward(args)
 
     def _run_forward(self, args: Sequence[Any]) -> Tensor:
         """Without autograd: straight to the composition where nothing else could run."""
         if self._is_for_cpp(args[0]):
-            try:
-                return self._forward_op(*args)
-            except (RuntimeError, ValueError):
-                for i in self._required:
-                    if args[i] is None:
-                        raise TypeError(
-                            f"{self.name}: {self._names[i]} must be a tensor, got None"
-                        ) from None
-                self.check(*args)  # for its own words, and TypeError, which C++ cannot raise
-                raise
+            return self._call_cpp(self._forward_op, args)
         known = self._recall(args)
         if known is not None and known.composed:
             return self._compose_result(known.result, args)
         return self._forward_op(*args)
+
+    def _run_saving(self, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
+        """The result, and behind it what the backward is spared, where C++ saves that."""
+        if self._saves and self._is_for_cpp(args[0]) and self._is_plain(args):
+            op = getattr(torch.ops.fused_ops, f"{self.name}_forward_saving").default
+            outputs: list[Tensor] = self._call_cpp(op, args)
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return self._run_forward(args)
+
+    def _is_plain(self, args: Sequence[Any]) -> bool:
+        """Whether all tensors are plain ones, and no mode or transform waits to see the op."""
+        return all(args[i] is None or type(args[i]) in _PLAIN_TENSORS for i in self._tensors) and (
+            not self._somebody_transforms()
+        )
+
+    def _call_cpp(self, op: Callable[..., T], args: Sequence[Any]) -> T:
+        try:
+            return op(*args)
+        except (RuntimeError, ValueError):
+            for i in self._required:
+                if args[i] is None:
+                    raise TypeError(
+                        f"{self.name}: {self._names[i]} must be a tensor, got None"
+                    ) from None
+            self.check(*args)  # for its own words, and TypeError, which C++ cannot raise
+            raise
 
     def _is_for_cpp(self, first: Any) -> bool:
         """Whether C++ takes any call whose first argument is ``first``, without a look at it."""
@@ -247,12 +271,15 @@ class Operator:
         only come back to :meth:`_run`, at a tenth of the price of a small call; on CUDA by way of
         C++, at more.
         """
-        return not (
+        return not (Operator._somebody_transforms() or torch.autograd._profiler_enabled())
+
+    @staticmethod
+    def _somebody_transforms() -> bool:
+        return bool(
             torch._C._len_torch_dispatch_stack()
             or torch._C._len_torch_function_stack()
             or torch._C._functorch.peek_interpreter_stack()
             or torch._C._get_tracing_state()
-            or torch.autograd._profiler_enabled()
         )
 
     def _signature(self, args: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -365,7 +392,7 @@ class Operator:
                 f"{self.name}: needs must have {len(self.differentiable)} entries, got {len(needs)}"
             )
         device = self._is_for_device_backward(result, inputs)
-        return self._gradients(result, device, grad, inputs, needs)
+        return self._gradients(result, device, grad, inputs, needs, [])
 
     def _is_for_device_backward(self, result: Result, args: Sequence[Any]) -> bool:
         """Whether the planner gives the backward of a checked call to kernels."""
@@ -376,14 +403,21 @@ class Operator:
         return bool(self._question(result, args).plan(backward=True)["path"] == "kernel")
 
     def _gradients(
-        self, result: Result, device: bool, grad: Tensor, args: Sequence[Any], needs: Sequence[bool]
+        self,
+        result: Result,
+        device: bool,
+        grad: Tensor,
+        args: Sequence[Any],
+        needs: Sequence[bool],
+        saved: list[Tensor],
     ) -> list[Tensor]:
         """The gradients of a checked call; ``device``: by the device's own backward."""
         precision = args[self._precision]
         all_args = (grad, *args, list(needs))
         if device:
             assert self._device_backward is not None
-            grads = self._compose(self._device_backward, result, precision, all_args)
+            given = (*all_args, saved) if self._saves else all_args
+            grads = self._compose(self._device_backward, result, precision, given)
             if grads is not None:
                 return grads
         self._warn(result, args, backward=True)
@@ -442,16 +476,18 @@ class Operator:
 
     # Autograd -----------------------------------------------------------------------------------
 
-    def _save(self, ctx: Any, inputs: Sequence[Any]) -> None:
-        ctx.save_for_backward(*(inputs[i] for i in self._tensors))
+    def _save(self, ctx: Any, inputs: Sequence[Any], saved: Sequence[Tensor] = ()) -> None:
+        ctx.save_for_backward(*(inputs[i] for i in self._tensors), *saved)
         ctx.others = tuple(None if i in self._tensors else a for i, a in enumerate(inputs))
 
     def _backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         args = list(ctx.others)
-        for i, tensor in zip(self._tensors, ctx.saved_tensors, strict=True):
+        tensors = ctx.saved_tensors
+        for i, tensor in zip(self._tensors, tensors, strict=False):
             args[i] = tensor
+        saved = list(tensors[len(self._tensors) :])
         needs = [ctx.needs_input_grad[i] for i in self.differentiable]
-        grads = self._run_gradients(grad, args, needs)
+        grads = self._run_gradients(grad, args, needs, saved)
         if torch.is_grad_enabled():
             anchors = [args[i] for i in self.differentiable if ctx.needs_input_grad[i]]
             grads = _NoDoubleBackward.apply(self.name, len(grads), *grads, *anchors, grad)
@@ -462,7 +498,9 @@ class Operator:
                 out[i] = next(remaining)
         return tuple(out)
 
-    def _run_gradients(self, grad: Tensor, args: list[Any], needs: list[bool]) -> list[Tensor]:
+    def _run_gradients(
+        self, grad: Tensor, args: list[Any], needs: list[bool], saved: list[Tensor]
+    ) -> list[Tensor]:
         """The gradients; without the dispatcher where it would only come back to Python."""
         if torch.compiler.is_compiling():
             return self._backward_op(grad, *args, needs)
@@ -471,7 +509,7 @@ class Operator:
         if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
             known = self._recall(args)
             if known is not None and not self._has_kernel("backward", known.result.device.type):
-                return self._gradients(known.result, known.backward, grad, args, needs)
+                return self._gradients(known.result, known.backward, grad, args, needs, saved)
         return self._backward_op(grad, *args, needs)
 
     def _has_kernel(self, which: str, device_type: str) -> bool:
@@ -488,16 +526,22 @@ class Operator:
 
         class Function(torch.autograd.Function):
             @staticmethod
-            def forward(*args: Any) -> Tensor:
-                return op._run_forward(args)
+            def forward(*args: Any) -> Tensor | tuple[Tensor, ...]:
+                return op._run_saving(args)
 
             @staticmethod
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                op._save(ctx, inputs)
+                if isinstance(output, Tensor):
+                    op._save(ctx, inputs)
+                    return
+                _, *saved = output
+                ctx.mark_non_differentiable(*saved)
+                ctx.set_materialize_grads(False)  # they would be as large as what was saved
+                op._save(ctx, inputs, saved)
 
             @staticmethod
             def backward(ctx: Any, *grads: Any) -> Any:
-                return op._backward(ctx, *grads)
+                return op._backward(ctx, grads[0])
 
         # PyTorch asks for it at every call, and takes 40 us to find it out anew.
         Function.forward.__signature__ = inspect.signature(Function.forward)  # type: ignore[attr-defined]

@@ -85,13 +85,13 @@ def rounded_formulas(projected, bias, mask, d_gated):
     du = d_gated.float()
     da = round_16(du * g)
     p = weights / sums
-    dots = (a * da).sum(-1).transpose(2, 3)[..., None]
+    dots = (round_16(a * g) * du).sum(-1).transpose(2, 3)[..., None]
     ds = p * (torch.einsum("grihd,grjhd->grhij", da, v) - dots)
     results = {
         "dq": round_16(torch.einsum("grhij,grjhd->grihd", round_16(ds), k) * scale),
         "dk": round_16(torch.einsum("grhij,grihd->grjhd", round_16(ds), q) * scale),
         "dv": round_16(torch.einsum("grhij,grihd->grjhd", round_16(p), da)),
-        "dgate": round_16(du * a * g * (1 - g)),
+        "dgate": round_16(du * round_16(a * g) * (1 - g)),
         "gated": round_16(a * g),
         "dbias": ds.sum(1),
     }

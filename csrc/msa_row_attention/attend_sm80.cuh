@@ -18,6 +18,7 @@ struct AttendParams {
   const void* bias = nullptr;
   const std::uint64_t* present = nullptr;
   std::uint16_t* out = nullptr;
+  float* log_sums = nullptr;
   unsigned rows = 0;        // of a group
   unsigned row_blocks = 0;  // of a group
   unsigned query_tiles = 0;
@@ -31,57 +32,10 @@ struct AttendParams {
   float slack_scale = 0.0f;  // 1 / logit_scale
 };
 
-// What the forward makes of the sums.
-struct GatedResult {
-  using Params = AttendParams;
-
-  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
-  template <bool whole, class Kernel>
-  static __device__ __forceinline__ void store(const Kernel& of, bool any) {
-    constexpr int kM = Kernel::kM, kTiles = Kernel::kTiles;
-    const AttendParams& p = of.p;
-    const unsigned lane = of.lane();
-    std::uint32_t gates[kM][2][kTiles];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const std::uint16_t* line = of.projected(of.query_at(m, h), 3);
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          gates[m][h][j] =
-              of.template load_two<whole>(line, of.query_at(m, h) < p.n, j * 8 + lane % 4 * 2);
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = of.query_at(m, h);
-        const float inverse = sm80::reciprocal_approx(of.sums[m][2 * h]);
-        std::uint16_t* out = p.out + (std::int64_t{of.row} * p.n + at) * p.width + of.head * p.dim;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          const int column = j * 8 + lane % 4 * 2;
-          const float2 gate = unpack_16<Kernel::kMode>(gates[m][h][j]);
-          const float x = of.total[m][j][2 * h] * inverse * sigmoid(gate.x);
-          const float y = of.total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
-          if (!whole && (at >= p.n || !of.is_inside(column))) continue;
-          *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<Kernel::kMode>(x, y) : 0;
-        }
-      }
-    }
-  }
-};
-
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
-// 16 * `query_tiles` * `query_warps` queries. `End` stores what comes of them.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
-          class End = GatedResult>
+// 16 * `query_tiles` * `query_warps` queries.
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 struct Attend {
-  using Params = typename End::Params;
-  static constexpr Mode kMode = mode;
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
   static constexpr int kM = query_tiles;  // of 16 queries, of a warp
@@ -112,7 +66,7 @@ struct Attend {
     return Line::piece_at(key, piece);
   }
 
-  const Params& p;
+  const AttendParams& p;
   // Of the row's keys in the first stage: a number, else the compiler looks for it at each use.
   sm80::SharedAddress lines;
   unsigned thread;  // not signed: cheaper to divide
@@ -137,7 +91,7 @@ struct Attend {
 
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
-  static __device__ __forceinline__ void run(const Params& p) {
+  static __device__ __forceinline__ void run(const AttendParams& p) {
     const unsigned index = thread_index();  // by a detour, else it is read again and again
     const unsigned thread = __shfl_sync(0xffffffff, index, index % 32);
     const unsigned slot = row_count == 1 ? 0 : thread / kRowThreads;
@@ -287,7 +241,7 @@ struct Attend {
     }
     sm80::cp_async_wait<0>();
     if (!exists) return;
-    is_whole() ? End::template store<true>(*this, any) : End::template store<false>(*this, any);
+    is_whole() ? store<true>(any) : store<false>(any);
   }
 
   __device__ __forceinline__ void clear() {
@@ -497,15 +451,54 @@ struct Attend {
       }
     }
   }
+
+  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there. And
+  // what the backward needs to have the weights again.
+  template <bool whole>
+  __device__ __forceinline__ void store(bool any) const {
+    std::uint32_t gates[kM][2][kTiles];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::uint16_t* line = projected(query_at(m, h), 3);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          gates[m][h][j] = load_two<whole>(line, query_at(m, h) < p.n, j * 8 + lane() % 4 * 2);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = query_at(m, h);
+        const float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
+        std::uint16_t* out = p.out + (std::int64_t{row} * p.n + at) * p.width + head * p.dim;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          const int column = j * 8 + lane() % 4 * 2;
+          const float2 gate = unpack_16<mode>(gates[m][h][j]);
+          const float x = total[m][j][2 * h] * inverse * sigmoid(gate.x);
+          const float y = total[m][j][2 * h + 1] * inverse * sigmoid(gate.y);
+          if (!whole && (at >= p.n || !is_inside(column))) continue;
+          *reinterpret_cast<std::uint32_t*>(out + column) = any ? pack_16<mode>(x, y) : 0;
+        }
+        if (p.log_sums && lane() % 4 == 0 && (whole || at < p.n)) {
+          p.log_sums[(std::int64_t{row} * p.heads + head) * p.n + at] =
+              any ? shift[m][h] + __log2f(sums[m][2 * h]) : 0.0f;
+        }
+      }
+    }
+  }
 };
 
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
-          class End = GatedResult>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
                                   (width <= 32 ? 512 : 256) / (32 * query_warps * row_count))
-    attend_kernel(const __grid_constant__ typename End::Params params) {
-  Attend<mode, width, row_count, query_warps, query_tiles, stage_count, End>::run(params);
+    attend_kernel(const __grid_constant__ AttendParams params) {
+  Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of MSA row attention between the projections and the output projection, from the
-// gradient with respect to the gated attention. Nothing but the inputs is saved by the forward.
-//   attend_statistics   the forward once more: what it gave, sums of weights, gradient of the gate
-//   backward_keys       gradients of keys and values: a block walks the queries
+// gradient with respect to the gated attention, and what the forward's attend has stored:
+//   backward_gate       gradients of the gate and of the attention
+//   backward_keys       of keys and values: a block walks the queries
 //   backward_queries    of queries: a block walks the keys
 //   backward_bias       of the bias: a block walks the rows that share it
-// All but the first take weights from the logits and from what the first stored.
+// The last three have the weights again from the logits and from what attend stored.
 #pragma once
 
 #include "msa_row_attention/msa_row_attention.h"
@@ -17,22 +17,23 @@ struct BackwardProblem {
   Mode mode = Mode::kBFloat16;
   // Tensors as in AttendProblem; of type_of(mode) if nothing else is said.
   const void* projected = nullptr;         // (positions(), 4 * width)
+  const float* projection_bias = nullptr;  // as in AttendProblem
   const void* bias = nullptr;              // stored times sqrt(dim), zeros beyond N
   const std::uint64_t* present = nullptr;  // null: all keys are there
-  const void* d_gated = nullptr;           // (positions(), width): of the attention times its gate
+  const void* gated = nullptr;             // (positions(), width): attend's result
+  const float* log_sums = nullptr;         // likewise
+  const void* d_gated = nullptr;           // (positions(), width)
   // Results.
-  void* gated = nullptr;        // (positions(), width)
   void* d_projected = nullptr;  // (positions(), 4 * width): of query, key, value, gate
   float* d_bias = nullptr;      // (groups, heads, N, N): of the bias as it is, not as it is stored
   bool accumulate = false;      // d_bias is added to
   // Between the kernels.
   void* d_attended = nullptr;  // (positions(), width): of the attention
-  float* log_sums = nullptr;   // (all_rows(), heads, N): a weight is 2^(logit * log2(e) - this)
-  float* row_dots = nullptr;   // likewise: of the attention and its gradient
+  float* row_dots = nullptr;   // (all_rows(), heads, N): of the attention and its gradient
   float* partial = nullptr;    // bias_partial_size(): sums of d_bias over some of the rows
 };
 
-void attend_statistics_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_gate_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_keys_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_queries_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream);

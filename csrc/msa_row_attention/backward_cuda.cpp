@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward on CUDA: the room's kernels, with matrix products between them.
 //
-// Nothing but the inputs is kept by the forward. Some rows at a time, LayerNorm, projections and
-// attention are formed again, and gradients go back through the output projection, the attention,
+// Some rows at a time, LayerNorm and projections are formed again, the attention too unless the
+// forward has saved it, and gradients go back through the output projection, the attention,
 // the projections and the LayerNorm. The bias's gradient is summed up over all rows that share it,
 // and then goes back to the pair tensor. The parameters' gradients follow at the end, in one
 // launch, from sums over parts of the positions. docs/ops/ has the formulae.
@@ -15,13 +15,20 @@
 namespace fused_ops::msa_row_attention {
 namespace {
 
+// Of the forward: (positions, width) and (rows, heads, N); both or neither.
+struct Saved {
+  const MaybeTensor& gated;
+  const MaybeTensor& log_sums;
+};
+
 class Backward {
  public:
-  Backward(const Call& call, const Tensor& grad, const Inputs& inputs,
+  Backward(const Call& call, const Tensor& grad, const Saved& saved, const Inputs& inputs,
            const std::vector<bool>& needs)
       : c_(call, inputs, needs),
         sizes_(c_.sizes),
         grad_(grad),
+        saved_(saved),
         projections_(4 * sizes_.width(), sizes_.channels),
         out_(sizes_.channels, sizes_.width()),
         pairs_(&c_) {}
@@ -70,10 +77,10 @@ class Backward {
     at_projected_ = w.take(c_.call.is_fp32() ? 0 : positions * 4 * width * size);
     at_d_projected_ = w.take(positions * 4 * width * size);
     at_d_gated_ = w.take(c_.call.is_fp32() ? 0 : positions * width * size);
-    at_gated_ = w.take(positions * width * size);
+    at_gated_ = w.take(saved_.gated ? 0 : positions * width * size);
     at_d_attended_ = w.take(positions * width * size);
     const std::int64_t queries = part_.all_rows() * sizes_.heads * sizes_.n;
-    at_log_sums_ = w.take(queries * 4);
+    at_log_sums_ = w.take(saved_.gated ? 0 : queries * 4);
     at_row_dots_ = w.take(queries * 4);
     at_statistics_ = w.take(needs_norm() ? positions * 16 : 0);
     at_partial_ = w.take(c_.needs_pair() ? partial_size() * 4 : 0);
@@ -158,16 +165,17 @@ class Backward {
     p.present = prepare.present;
     const Tensor projected = project(normalised, projections);
     p.projected = projected.const_data_ptr();
+    if (c_.call.is_fp32()) p.projection_bias = c_.memory.at<float>(at_projection_bias_);
     const Tensor d_gated =
         c_.multiply(c_.matrix(grad, count, channels), out_weight, c_.memory.at(at_d_gated_));
     p.d_gated = d_gated.const_data_ptr();
-    p.gated = c_.memory.at(at_gated_);
+    void* gated = attend(&p, group * sizes_.rows + row);
+    if (c_.needs(kOutWeight)) out_.add(c_.call, grad, gated, count);
+    if (!needs_projected() && !c_.needs_pair()) return;
     p.d_projected = c_.memory.at(at_d_projected_);
     p.d_attended = c_.memory.at(at_d_attended_);
-    p.log_sums = c_.memory.at<float>(at_log_sums_);
     p.row_dots = c_.memory.at<float>(at_row_dots_);
-    attend_statistics_sm80(p, c_.stream);
-    if (c_.needs(kOutWeight)) out_.add(c_.call, grad, p.gated, count);
+    backward_gate_sm80(p, c_.stream);
     if (c_.needs_pair()) {
       p.partial = c_.memory.at<float>(at_partial_);
       p.d_bias = pairs_.d_bias() + group * sizes_.heads * sizes_.n * sizes_.n;
@@ -190,6 +198,30 @@ class Backward {
                                               projections, c_.memory.at(at_normalised_));
       through_norm(part, prepare.msa, d_normalised, group * sizes_.rows + row);
     }
+  }
+
+  // What the forward has stored of these rows, or would have.
+  void* attend(BackwardProblem* p, std::int64_t first_row) const {
+    if (saved_.gated) {
+      void* gated = further(saved_.gated->mutable_data_ptr(), c_.call.type(),
+                            first_row * sizes_.n * sizes_.width());
+      p->gated = gated;
+      p->log_sums = saved_.log_sums->const_data_ptr<float>() + first_row * sizes_.heads * sizes_.n;
+      return gated;
+    }
+    AttendProblem a;
+    a.sizes = p->sizes;
+    a.mode = p->mode;
+    a.projected = p->projected;
+    a.projection_bias = p->projection_bias;
+    a.bias = p->bias;
+    a.present = p->present;
+    a.out = c_.memory.at(at_gated_);
+    a.log_sums = c_.memory.at<float>(at_log_sums_);
+    c_.call.is_fp32() ? attend_fp32_sm80(a, c_.stream) : attend_sm80(a, c_.stream);
+    p->gated = a.out;
+    p->log_sums = a.log_sums;
+    return a.out;
   }
 
   Tensor project(const Tensor& normalised, const Tensor& projections) const {
@@ -249,6 +281,7 @@ class Backward {
   BackwardCall c_;
   const Sizes& sizes_;
   const Tensor& grad_;
+  const Saved& saved_;
   Sizes part_;  // at most
   std::int64_t at_bias_, at_projections_, at_projection_bias_, at_out_weight_, at_out_bias_;
   std::int64_t at_present_, at_normalised_, at_projected_, at_d_projected_, at_d_gated_, at_gated_;
@@ -259,7 +292,8 @@ class Backward {
 };
 
 // The arguments of fused_ops::msa_row_attention_backward.
-std::vector<Tensor> backward(const Tensor& grad, const Tensor& msa, const Tensor& pair,
+std::vector<Tensor> backward(const Tensor& grad, const MaybeTensor& gated,
+                             const MaybeTensor& log_sums, const Tensor& msa, const Tensor& pair,
                              const MaybeTensor& mask, const MaybeTensor& dropout_seed,
                              const Tensor& layer_norm_weight, const Tensor& layer_norm_bias,
                              const Tensor& query_weight, const Tensor& key_weight,
@@ -304,7 +338,12 @@ std::vector<Tensor> backward(const Tensor& grad, const Tensor& msa, const Tensor
     kept = empty(grad, {shape.begin(), shape.end()}, call.scalar());
     call_operator("aten::copy_", kept, grad, false);
   }
-  return Backward(call, kept, inputs, needs).run();
+  const Sizes& sizes = call.sizes();
+  FO_CHECK_RUNTIME(gated.has_value() == log_sums.has_value() &&
+                       (!gated || (gated->numel() == sizes.positions() * sizes.width() &&
+                                   log_sums->numel() == sizes.positions() * sizes.heads)),
+                   kOp, ": what was saved must be of this call");
+  return Backward(call, kept, {gated, log_sums}, inputs, needs).run();
 }
 
 }  // namespace
@@ -312,7 +351,8 @@ std::vector<Tensor> backward(const Tensor& grad, const Tensor& msa, const Tensor
 // Called where the planner gives the backward to kernels and there are positions.
 STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
   m.def(
-      "msa_row_attention_backward_cuda(Tensor grad, Tensor msa, Tensor pair, Tensor? mask, "
+      "msa_row_attention_backward_cuda(Tensor grad, Tensor? gated, Tensor? log_sums, Tensor msa, "
+      "Tensor pair, Tensor? mask, "
       "Tensor? dropout_seed, Tensor layer_norm_weight, Tensor layer_norm_bias, "
       "Tensor query_weight, Tensor key_weight, Tensor value_weight, Tensor gate_weight, "
       "Tensor? gate_bias, Tensor? pair_norm_weight, Tensor? pair_norm_bias, "

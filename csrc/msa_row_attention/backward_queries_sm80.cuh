@@ -3,7 +3,7 @@
 //
 // The walk of the forward: a warp has 32 queries (16 of wide heads) of one row and walks its keys,
 // 64 at a time through a ring in shared memory, 16 at a time through registers. Weights come from
-// the sums that attend_statistics stored, so there is no largest logit to follow.
+// the sums that attend stored, so there is no largest logit to follow.
 #pragma once
 
 #include "msa_row_attention/backward_pieces.cuh"

@@ -152,6 +152,8 @@ struct AttendProblem {
   const void* bias = nullptr;              // stored times sqrt(dim)
   const std::uint64_t* present = nullptr;  // null: all keys are there
   void* out = nullptr;                     // (positions(), width) of type_of(mode)
+  // (all_rows(), heads, n), or null: not wanted. A weight is 2^(logit * log2(e) - this).
+  float* log_sums = nullptr;
 };
 
 void attend_sm80(const AttendProblem& problem, CUstream_st* stream);       // 16-bit modes

@@ -2,6 +2,7 @@
 // The CUDA implementation of fused_ops::msa_row_attention_forward, whose schema Python has defined:
 // check, plan, then launch or hand over to the PyTorch composition.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/sanitizers.h"
 #include "msa_row_attention/call.h"
@@ -26,8 +27,19 @@ void run_small(const Call& call, Tensor& out) {
   small_forward_sm80(small, current_stream(out));
 }
 
+// What the backward need not compute again: the gated attention and log_sums.
+struct Saving {
+  Tensor gated;
+  Tensor log_sums;
+
+  Saving(const Call& call, const Tensor& like)
+      : gated(empty(like, {call.sizes().positions(), call.sizes().width()}, call.scalar())),
+        log_sums(empty(like, {call.sizes().all_rows(), call.sizes().heads, call.sizes().n},
+                       ScalarType::Float)) {}
+};
+
 // Some rows at a time.
-void run(const Call& call, Tensor& out) {
+void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
   CUstream_st* stream = current_stream(out);
   const Sizes& sizes = call.sizes();
   const Choice& chosen = call.chosen;
@@ -50,7 +62,7 @@ void run(const Call& call, Tensor& out) {
       memory.take(call.mask.data ? part.all_rows() * mask_words(sizes.n) * 8 : 0);
   const std::int64_t at_normalised = memory.take(positions * channels * size);
   const std::int64_t at_projected = memory.take(is_fp32 ? 0 : positions * 4 * width * size);
-  const std::int64_t at_attended = memory.take(positions * width * size);
+  const std::int64_t at_attended = memory.take(saving ? 0 : positions * width * size);
   memory.allocate(out);
   const auto matrix = [&](void* data, std::int64_t rows, std::int64_t columns) {
     return view_of(out, data, {rows, columns}, {columns, 1}, scalar);
@@ -88,11 +100,17 @@ void run(const Call& call, Tensor& out) {
       attend.mode = call.mode();
       attend.bias = memory.at(at_bias + group * (bias_size(sizes) / sizes.groups) * size);
       attend.present = prepare.present;
-      attend.out = memory.at(at_attended);
+      const std::int64_t first_row = group * sizes.rows + row;
+      if (saving) {
+        attend.out = further(saving->gated.mutable_data_ptr(), type, first_row * sizes.n * width);
+        attend.log_sums =
+            saving->log_sums.mutable_data_ptr<float>() + first_row * sizes.heads * sizes.n;
+      } else {
+        attend.out = memory.at(at_attended);
+      }
       const Tensor normalised = matrix(prepare.normalised, count, channels);
       const Tensor attended = matrix(attend.out, count, width);
-      void* results =
-          further(out.mutable_data_ptr(), type, (group * sizes.rows + row) * sizes.n * channels);
+      void* results = further(out.mutable_data_ptr(), type, first_row * sizes.n * channels);
       if (is_fp32) {
         {  // its memory is free again before the next product needs some
           const Tensor projected =
@@ -123,14 +141,22 @@ void run(const Call& call, Tensor& out) {
   }
 }
 
-Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
-               const MaybeTensor& dropout_seed, const Tensor& layer_norm_weight,
-               const Tensor& layer_norm_bias, const Tensor& query_weight, const Tensor& key_weight,
-               const Tensor& value_weight, const Tensor& gate_weight, const MaybeTensor& gate_bias,
-               const MaybeTensor& pair_norm_weight, const MaybeTensor& pair_norm_bias,
-               const Tensor& pair_bias_weight, const Tensor& out_proj_weight,
-               const MaybeTensor& out_proj_bias, std::int64_t num_heads, double dropout, double eps,
-               std::string_view precision, std::optional<ScalarType> dtype) {
+bool has_backward(const Call& call) {
+  Problem problem = call.problem;
+  problem.backward = true;
+  return choose(problem).plan.path == Path::kKernel;
+}
+
+// The result; with `saves` also what the backward need not compute again, if it can do with it.
+template <bool saves>
+std::conditional_t<saves, std::vector<Tensor>, Tensor> forward(
+    const Tensor& msa, const Tensor& pair, const MaybeTensor& mask, const MaybeTensor& dropout_seed,
+    const Tensor& layer_norm_weight, const Tensor& layer_norm_bias, const Tensor& query_weight,
+    const Tensor& key_weight, const Tensor& value_weight, const Tensor& gate_weight,
+    const MaybeTensor& gate_bias, const MaybeTensor& pair_norm_weight,
+    const MaybeTensor& pair_norm_bias, const Tensor& pair_bias_weight,
+    const Tensor& out_proj_weight, const MaybeTensor& out_proj_bias, std::int64_t num_heads,
+    double dropout, double eps, std::string_view precision, std::optional<ScalarType> dtype) {
   const Parameters parameters{layer_norm_weight, layer_norm_bias,  query_weight,
                               key_weight,        value_weight,     gate_weight,
                               gate_bias,         pair_norm_weight, pair_norm_bias,
@@ -142,24 +168,41 @@ Tensor forward(const Tensor& msa, const Tensor& pair, const MaybeTensor& mask,
     for (const std::string& one : call.chosen.plan.reasons) {
       reason += (reason.empty() ? "" : "; ") + one;
     }
-    return call_operator("fused_ops::msa_row_attention_composition", msa, pair, mask, dropout_seed,
-                         layer_norm_weight, layer_norm_bias, query_weight, key_weight, value_weight,
-                         gate_weight, gate_bias, pair_norm_weight, pair_norm_bias, pair_bias_weight,
-                         out_proj_weight, out_proj_bias, num_heads, dropout, eps,
-                         std::string(precision), dtype, reason);
+    return {call_operator("fused_ops::msa_row_attention_composition", msa, pair, mask, dropout_seed,
+                          layer_norm_weight, layer_norm_bias, query_weight, key_weight,
+                          value_weight, gate_weight, gate_bias, pair_norm_weight, pair_norm_bias,
+                          pair_bias_weight, out_proj_weight, out_proj_bias, num_heads, dropout, eps,
+                          std::string(precision), dtype, reason)};
   }
   const DeviceGuard guard(msa.get_device_index());
   const auto shape = msa.sizes();
   Tensor out = empty(msa, {shape.begin(), shape.end()}, scalar_type_of(call.problem.result));
-  if (out.numel() == 0) return out;
-  call.chosen.small ? run_small(call, out) : run(call, out);
-  return out;
+  std::optional<Saving> saving;
+  if (out.numel() > 0) {
+    if (saves && !call.chosen.small && has_backward(call)) saving.emplace(call, out);
+    call.chosen.small ? run_small(call, out) : run(call, saving, out);
+  }
+  if constexpr (saves) {
+    if (saving) return {out, saving->gated, saving->log_sums};
+  }
+  return {out};
 }
 
 }  // namespace
 
+STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
+  m.def(
+      "msa_row_attention_forward_saving(Tensor msa, Tensor pair, Tensor? mask, "
+      "Tensor? dropout_seed, Tensor layer_norm_weight, Tensor layer_norm_bias, "
+      "Tensor query_weight, Tensor key_weight, Tensor value_weight, Tensor gate_weight, "
+      "Tensor? gate_bias, Tensor? pair_norm_weight, Tensor? pair_norm_bias, "
+      "Tensor pair_bias_weight, Tensor out_proj_weight, Tensor? out_proj_bias, int num_heads, "
+      "float dropout, float eps, str precision, ScalarType? dtype) -> Tensor[]");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fused_ops, CUDA, m) {
-  m.impl("msa_row_attention_forward", TORCH_BOX(&forward));
+  m.impl("msa_row_attention_forward", TORCH_BOX(&forward<false>));
+  m.impl("msa_row_attention_forward_saving", TORCH_BOX(&forward<true>));
 }
 
 }  // namespace fused_ops::msa_row_attention

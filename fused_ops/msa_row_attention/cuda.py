@@ -15,11 +15,15 @@ from torch import Tensor
 def cuda_backward(grad: Tensor, *args: Any) -> list[Tensor] | None:
     """Gradients of the wanted tensors among ``DIFFERENTIABLE``; None where there are no positions.
 
-    Arguments as :func:`composition.backward` takes them.
+    Arguments as :func:`composition.backward` takes them, and last what
+    ``msa_row_attention_forward_saving`` has saved: the gated attention and the logarithms of the
+    softmax's sums, or nothing.
     """
+    *args_of_op, saved = args
     if grad.numel() == 0:
         return None
     # Not looked up at import: the library that defines it is loaded later, if at all.
     op = torch.ops.fused_ops.msa_row_attention_backward_cuda.default
-    grads: list[Tensor] = op(grad, *args)
+    gated, log_sums = saved or (None, None)
+    grads: list[Tensor] = op(grad, gated, log_sums, *args_of_op)
     return grads

@@ -158,6 +158,7 @@ OPERATOR = Operator(
     backward=composition.backward,
     device_backward=cuda.cuda_backward,
     plans_cuda=False,
+    saves=True,
 )
 
 

@@ -2,8 +2,9 @@
 // The backward of msa_row_attention's attention: its launchers one after the other.
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
-#include "msa_row_attention/attend_statistics_sm80.cu"
+#include "msa_row_attention/attend_sm80.cu"
 #include "msa_row_attention/backward_bias_sm80.cu"
+#include "msa_row_attention/backward_gate_sm80.cu"
 #include "msa_row_attention/backward_keys_sm80.cu"
 #include "msa_row_attention/backward_queries_sm80.cu"
 
@@ -28,12 +29,21 @@ const emulation::Kernel backward("backward", [](Request& request) {
   p.d_gated = request.input<char>("d_gated");
   const std::int64_t size = s.positions() * s.width() * 2;  // in bytes
   const std::int64_t queries = s.all_rows() * s.heads * s.n;
-  p.gated = request.output<char>("gated", size);
+  AttendProblem attend;
+  attend.sizes = s;
+  attend.mode = p.mode;
+  attend.projected = p.projected;
+  attend.bias = p.bias;
+  attend.present = p.present;
+  attend.out = request.output<char>("gated", size);
+  attend.log_sums = request.output<float>("log_sums", queries);
+  attend_sm80(attend, nullptr);
+  p.gated = attend.out;
+  p.log_sums = attend.log_sums;
   p.d_attended = request.output<char>("d_attended", size);
   p.d_projected = request.output<char>("d_projected", 4 * size);
-  p.log_sums = request.output<float>("log_sums", queries);
   p.row_dots = request.output<float>("row_dots", queries);
-  attend_statistics_sm80(p, nullptr);
+  backward_gate_sm80(p, nullptr);
   backward_keys_sm80(p, nullptr);
   backward_queries_sm80(p, nullptr);
   p.d_bias = request.output<float>("d_bias", s.groups * s.heads * s.n * s.n);
