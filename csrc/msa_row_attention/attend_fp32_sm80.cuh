@@ -45,10 +45,46 @@ struct AttendFp32Params {
   float slack_scale = 0.0f;  // 1 / logit_scale
 };
 
+// The result: weighted values over the sum of the weights, times the gate. Zeros where no key is
+// there.
+struct GatedFp32 {
+  using Params = AttendFp32Params;
+
+  template <class Kernel>
+  static __device__ __forceinline__ void store(const Kernel& of, int h, bool any) {
+    constexpr int kVector = Kernel::kVector;
+    const Params& p = of.p;
+    const float inverse = 1.0f / of.sums[h];
+    const int at = of.query_at(h);
+    float* out = p.out + (of.row * p.n + at) * p.width + of.head * p.dim;
+#pragma unroll
+    for (int j = 0; j < Kernel::kGroups; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2 * kVector; c += 4) {
+        const int column = j * (8 * kVector) + of.t() * (2 * kVector) + c;
+        if (at >= p.n || !of.is_inside(column)) continue;
+        float gates[4], numbers[4];
+        of.load_gate(at, column, gates);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = c + e;
+          const float mean = of.total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
+          numbers[e] = any ? mean * (1.0f / (1.0f + expf(-gates[e]))) : 0.0f;
+        }
+        *reinterpret_cast<float4*>(out + column) =
+            make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
+      }
+    }
+  }
+};
+
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
-// 16 * `query_warps` queries. kSplit or kTf32.
-template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+// 16 * `query_warps` queries. kSplit or kTf32. `End` stores
+// what a query has.
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count,
+          class End = GatedFp32>
 struct AttendFp32 {
+  using Params = typename End::Params;
   using Operands = Fp32Operands<mode, width>;
   static constexpr bool kSplit = Operands::kSplit;
   static constexpr int kPitch = Operands::kPitch;
@@ -84,7 +120,7 @@ struct AttendFp32 {
     std::uint32_t high[2][4], low[2][4];
   };
 
-  const AttendFp32Params& p;
+  const Params& p;
   unsigned char* lines;  // of the row's keys in the first stage
   int thread;
   bool exists;       // whether there is such a row
@@ -110,7 +146,7 @@ struct AttendFp32 {
 
   // The queries of a row and head follow each other, then the heads: they share keys and values,
   // and the lines these stand in.
-  static __device__ __forceinline__ void run(const AttendFp32Params& p) {
+  static __device__ __forceinline__ void run(const Params& p) {
     const int thread = sm80::opaque(thread_index());
     const int slot = thread / kRowThreads;
     unsigned block = blockIdx.x;
@@ -186,7 +222,13 @@ struct AttendFp32 {
       first_query = sm80::opaque(first_query);
       any = walk<kSplit>();
     }
-    if (exists) store(any);
+    if (!exists) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 1);
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 2);
+      End::store(*this, h, any);
+    }
   }
 
   __device__ __forceinline__ bool has_nan() const {
@@ -502,50 +544,29 @@ struct AttendFp32 {
     Operands::replace_nan(sum, plain);
   }
 
-  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
-  __device__ __forceinline__ void store(bool any) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 1);
-      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 2);
-      const float inverse = 1.0f / sums[h];
-      const int at = query_at(h);
-      float* out = p.out + (row * p.n + at) * p.width + head * p.dim;
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2 * kVector; c += 4) {
-          const int column = j * (8 * kVector) + t() * (2 * kVector) + c;
-          if (at >= p.n || !is_inside(column)) continue;
-          const float4 four = load_four(at, 3, column);
-          float gates[4] = {four.x, four.y, four.z, four.w};
-          if (p.projection_bias) {
-            const float4 more = *reinterpret_cast<const float4*>(p.projection_bias + 3 * p.width +
-                                                                 head * p.dim + column);
-            gates[0] += more.x;
-            gates[1] += more.y;
-            gates[2] += more.z;
-            gates[3] += more.w;
-          }
-          float numbers[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int i = c + e;
-            const float mean = total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
-            numbers[e] = any ? mean * (1.0f / (1.0f + expf(-gates[e]))) : 0.0f;
-          }
-          *reinterpret_cast<float4*>(out + column) =
-              make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
-        }
-      }
+  // Four of the gate's logits of a position.
+  __device__ __forceinline__ void load_gate(int at, int column, float (&gates)[4]) const {
+    const float4 four = load_four(at, 3, column);
+    gates[0] = four.x;
+    gates[1] = four.y;
+    gates[2] = four.z;
+    gates[3] = four.w;
+    if (p.projection_bias) {
+      const float4 more =
+          *reinterpret_cast<const float4*>(p.projection_bias + 3 * p.width + head * p.dim + column);
+      gates[0] += more.x;
+      gates[1] += more.y;
+      gates[2] += more.z;
+      gates[3] += more.w;
     }
   }
 };
 
-template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count,
+          class End = GatedFp32>
 __global__ void __launch_bounds__(32 * query_warps * row_count, width <= 32 ? 3 : 2)
-    attend_fp32_kernel(const __grid_constant__ AttendFp32Params params) {
-  AttendFp32<mode, width, row_count, query_warps, keys_of_tile, stage_count>::run(params);
+    attend_fp32_kernel(const __grid_constant__ typename End::Params params) {
+  AttendFp32<mode, width, row_count, query_warps, keys_of_tile, stage_count, End>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention
