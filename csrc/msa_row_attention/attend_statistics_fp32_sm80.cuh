@@ -25,7 +25,8 @@ struct StatisticsFp32 {
   using Params = StatisticsFp32Params;
 
   // With a the attention and du the gradient of what is stored: da = du g, du a g (1 - g), and per
-  // query the dot product of a and da.
+  // query the dot product of a and da, as the latter is stored: it is subtracted from products with
+  // that.
   template <class Kernel>
   static __device__ __forceinline__ void store(const Kernel& of, int h, bool any) {
     constexpr int kVector = Kernel::kVector;
@@ -59,10 +60,10 @@ struct StatisticsFp32 {
           const int i = c + e;
           const float a = of.total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
           const float gate = 1.0f / (1.0f + expf(-gates[e]));
-          const float da = du[e] * gate;
-          dot = fmaf(a, da, dot);
+          const float da = du[e] * gate, stored = da * factor;
+          dot = fmaf(a, stored, dot);
           gated[e] = any ? a * gate : 0.0f;
-          d_attended[e] = any ? da * factor : 0.0f;
+          d_attended[e] = any ? stored : 0.0f;
           d_gate[e] = any ? da * a * (1.0f - gate) : 0.0f;
         }
         const auto put = [](float* to, const float (&four)[4]) {
@@ -78,7 +79,7 @@ struct StatisticsFp32 {
     if (here && of.t() == 0) {
       const std::int64_t query = (of.row * p.heads + of.head) * p.n + at;
       p.log_sums[query] = any ? log_sum : 0.0f;
-      p.row_dots[query] = any ? dot * factor : 0.0f;
+      p.row_dots[query] = any ? dot : 0.0f;
     }
   }
 };

@@ -194,7 +194,7 @@ struct BackwardBiasFp32 {
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
         float sum[4];
-        Product::multiply_eight(sum, left, keys, j, s, g(), t());
+        Product::template multiply_eight<false>(sum, left, keys, j, s, g(), t());
 #pragma unroll
         for (int e = 0; e < 4; ++e) products[j][e] = s == 0 ? sum[e] : products[j][e] + sum[e];
         if (j % 4 == 3) __syncwarp();  // else the compiler reads far ahead, and spills

@@ -43,6 +43,16 @@ struct Fp32Rows {
   }
 };
 
+__device__ __forceinline__ float opaque_number(float x) {
+  const int bits = static_cast<int>(__float_as_uint(x));
+  return __uint_as_float(static_cast<std::uint32_t>(sm80::opaque(bits)));
+}
+
+__device__ __forceinline__ float4 opaque_four(const float4& four) {
+  return make_float4(opaque_number(four.x), opaque_number(four.y), opaque_number(four.z),
+                     opaque_number(four.w));
+}
+
 template <Mode mode, int width>
 struct Fp32Products {
   using Operands = Fp32Operands<mode, width>;
@@ -72,8 +82,9 @@ struct Fp32Products {
     }
   };
 
-  // A right operand's number. Rounding would cost one more instruction than cutting off, and many
-  // of these are split; what lo loses when it is cut off itself is given back on average.
+  // A number of lines that weights are multiplied with. Cutting off saves one instruction of
+  // rounding; what lo then loses when it is cut off itself is given back on average. In the
+  // products that weights come from this would cost a third of their accuracy.
   static __device__ __forceinline__ void split_right(float x, std::uint32_t& high,
                                                      std::uint32_t& low) {
     if (kSplit) {
@@ -111,7 +122,9 @@ struct Fp32Products {
       if (kAsSplit) return left[kAsSplit ? s : 0];
       Left operand;
       if (kAsTheyAre) {
-        operand.split(numbers[kAsTheyAre ? s : 0][0], numbers[kAsTheyAre ? s : 0][1]);
+        // Else the compiler splits before the loop, and spills.
+        const float4(&two)[2] = numbers[kAsTheyAre ? s : 0];
+        operand.split(opaque_four(two[0]), opaque_four(two[1]));
       } else {
         operand.split(rows.load<width>(row[0], s * 16 + t * 4),
                       rows.load<width>(row[1], s * 16 + t * 4));
@@ -120,7 +133,10 @@ struct Fp32Products {
     }
   };
 
-  // sum = left * lines^T, of eight lines and 16 numbers of a head.
+  // sum = left * lines^T, of eight lines and 16 numbers of a head. Logits are bit for bit those of
+  // attend_fp32, else the weights, whose sums it took, would not add up to one: the same numbers
+  // are multiplied in the same order.
+  template <bool transposed>
   static __device__ __forceinline__ void multiply_eight(float (&sum)[4], const Left& left,
                                                         const unsigned char* lines, int j, int s,
                                                         int g, int t) {
@@ -128,14 +144,17 @@ struct Fp32Products {
     Operands::load_key(lines, j, s, g, t, numbers);
     std::uint32_t high[2][2], low[2][2];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) split_right(numbers[c], high[c / 2][c % 2], low[c / 2][c % 2]);
+    for (int c = 0; c < 4; ++c) {
+      Operands::split(numbers[c], high[c / 2][c % 2], low[c / 2][c % 2]);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) sum[e] = 0.0f;
     if (kSplit) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (transposed) sm80::mma_tf32(sum, left.high[i], low[i]);
         sm80::mma_tf32(sum, left.low[i], high[i]);
-        sm80::mma_tf32(sum, left.high[i], low[i]);
+        if (!transposed) sm80::mma_tf32(sum, left.high[i], low[i]);
       }
     }
 #pragma unroll
@@ -143,7 +162,7 @@ struct Fp32Products {
   }
 
   // weights = rows * lines^T, with `left(s)` the rows' numbers 16s to 16s + 15.
-  template <class LeftOf>
+  template <bool transposed, class LeftOf>
   static __device__ __forceinline__ void multiply(Weights& weights, LeftOf left,
                                                   const unsigned char* lines, int g, int t) {
 #pragma unroll
@@ -152,7 +171,7 @@ struct Fp32Products {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float sum[4];
-        multiply_eight(sum, rows, lines, j, s, g, t);
+        multiply_eight<transposed>(sum, rows, lines, j, s, g, t);
 #pragma unroll
         for (int e = 0; e < 4; ++e) weights[j][e] = s == 0 ? sum[e] : weights[j][e] + sum[e];
       }

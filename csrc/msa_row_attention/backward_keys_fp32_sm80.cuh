@@ -198,8 +198,8 @@ struct BackwardKeysFp32 {
     const auto operand = [&](const Held& held, unsigned which) {
       return [&, which](int s) { return held.at(s, rows(first, which), row, t()); };
     };
-    Product::multiply(weights, operand(key, 1), queries, g(), t());
-    Product::multiply(gradients, operand(value, 2), queries + kTileBytes, g(), t());
+    Product::template multiply<true>(weights, operand(key, 1), queries, g(), t());
+    Product::template multiply<true>(gradients, operand(value, 2), queries + kTileBytes, g(), t());
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float4 four = *reinterpret_cast<const float4*>(numbers + j * 64);

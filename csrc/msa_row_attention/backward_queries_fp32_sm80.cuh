@@ -181,9 +181,9 @@ struct BackwardQueriesFp32 {
   __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t some) {
     typename Product::Weights weights, gradients_;
     const int row[2] = {g(), g() + 8};
-    Product::multiply(
+    Product::template multiply<false>(
         weights, [&](int s) { return query.at(s, queries(), row, t()); }, keys, g(), t());
-    Product::multiply(
+    Product::template multiply<false>(
         gradients_, [&](int s) { return gradient.at(s, gradients(), row, t()); }, keys + kTileBytes,
         g(), t());
 #pragma unroll
