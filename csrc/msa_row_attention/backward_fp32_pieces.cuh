@@ -82,20 +82,6 @@ struct Fp32Products {
     }
   };
 
-  // A number of lines that weights are multiplied with. Cutting off saves one instruction of
-  // rounding; what lo then loses when it is cut off itself is given back on average. In the
-  // products that weights come from this would cost a third of their accuracy.
-  static __device__ __forceinline__ void split_right(float x, std::uint32_t& high,
-                                                     std::uint32_t& low) {
-    if (kSplit) {
-      high = __float_as_uint(x) & ~0x1fffu;
-      low = __float_as_uint(fmaf(x, 1.0f + 1.1920929e-7f, -__uint_as_float(high)));
-    } else {
-      high = rounded_tf32(x);
-      low = 0;
-    }
-  }
-
   // A warp's 16 rows as left operands: split, as they are, or not at all, as registers allow.
   struct Held {
     static constexpr bool kAsSplit = width <= 32;
@@ -179,7 +165,26 @@ struct Fp32Products {
     }
   }
 
-  // sums += weights * lines, of 16 lines.
+  // sum += left * right of two steps, the small terms first.
+  static __device__ __forceinline__ void multiply_two(float (&sum)[4],
+                                                      const std::uint32_t (&left)[2][4],
+                                                      const std::uint32_t (&left_low)[2][4],
+                                                      const std::uint32_t (&right)[2][2],
+                                                      const std::uint32_t (&right_low)[2][2]) {
+    if (kSplit) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sm80::mma_tf32(sum, left_low[i], right[i]);
+        sm80::mma_tf32(sum, left[i], right_low[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sm80::mma_tf32(sum, left[i], right[i]);
+  }
+
+  // sums += weights * lines, of 16 lines. Tensor cores cut off what they add up: where all weights
+  // have `one_sign`, these errors have too, and sums leave the tensor cores after 8 lines, not 16.
+  template <bool one_sign>
   static __device__ __forceinline__ void add(Sums& sums, const Weights& weights,
                                              const unsigned char* lines, int g, int t) {
     std::uint32_t left[2][4], left_low[2][4];
@@ -196,18 +201,25 @@ struct Fp32Products {
       Operands::load_values(lines, j, g, t, numbers);
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
-        float sum[2][4] = {};
+        std::uint32_t high[2][2], low[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          std::uint32_t high[2], low[2];
 #pragma unroll
-          for (int k = 0; k < 2; ++k) split_right(numbers[i][k][c], high[k], low[k]);
-          Operands::multiply(sum[kSplit ? i : 0], left[i], left_low[i], high, low);
+          for (int k = 0; k < 2; ++k) Operands::split(numbers[i][k][c], high[i][k], low[i][k]);
+        }
+        float sum[2][4] = {};
+        if (one_sign && kSplit) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            Operands::multiply(sum[i], left[i], left_low[i], high[i], low[i]);
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[0][e] += sum[1][e];
+        } else {
+          multiply_two(sum[0], left, left_low, high, low);
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sums[j * kVector + c][e] += kSplit ? sum[0][e] + sum[1][e] : sum[0][e];
-        }
+        for (int e = 0; e < 4; ++e) sums[j * kVector + c][e] += sum[0][e];
       }
       __syncwarp();
     }

@@ -214,8 +214,8 @@ struct BackwardKeysFp32 {
       }
     }
     load_bias();
-    Product::add(d_value, weights, queries + kTileBytes, g(), t());
-    Product::add(d_key, gradients, queries, g(), t());
+    Product::template add<true>(d_value, weights, queries + kTileBytes, g(), t());
+    Product::template add<false>(d_key, gradients, queries, g(), t());
   }
 };
 

@@ -201,7 +201,7 @@ struct BackwardQueriesFp32 {
         gradients_[j][e] = weight * (gradients_[j][e] - row_dots[e / 2]);
       }
     }
-    Product::add(d_query, gradients_, keys, g(), t());
+    Product::template add<false>(d_query, gradients_, keys, g(), t());
   }
 
   __device__ __forceinline__ void remove_absent(typename Product::Weights& weights,
