@@ -106,26 +106,25 @@ struct BackwardBiasFp32 {
       unsigned char* to = stages + stage * kStageBytes;
       auto& shared = *reinterpret_cast<Stage*>(to);
       const int left = p.n - block.first_query;
-      const auto is_here = [left](int query) { return query < left; };
-      const auto is_there = [here](int key) { return (here >> key & 1) != 0; };
+      const std::uint64_t exist = Product::first_lines(left);
       const auto first_query = static_cast<unsigned>(block.first_query);
       Product::template copy<kThreads, kBlockQueries>(shared.queries[0],
                                                       p.projected + place.projected(first_query, 0),
-                                                      4 * p.width, p.dim, thread, is_here);
+                                                      4 * p.width, p.dim, thread, exist);
       Product::template copy<kThreads, kBlockQueries>(shared.queries[1],
                                                       p.d_attended + place.attended(first_query),
-                                                      p.width, p.dim, thread, is_here);
+                                                      p.width, p.dim, thread, exist);
       const float* key = p.projected + place.projected(static_cast<unsigned>(block.first_key), 1);
       Product::template copy<kThreads, kBlockKeys>(shared.keys[0], key, 4 * p.width, p.dim, thread,
-                                                   is_there);
+                                                   here);
       Product::template copy<kThreads, kBlockKeys>(shared.keys[1], key + p.width, 4 * p.width,
-                                                   p.dim, thread, is_there);
+                                                   p.dim, thread, here);
       static_assert(2 * kBlockQueries == kThreads);
       const int which = thread / kBlockQueries, query = thread % kBlockQueries;
       sm80::cp_async_4(&shared.statistics[which][query],
                        (which == 0 ? p.log_sums : p.row_dots) +
                            place.statistic(first_query + static_cast<unsigned>(query)),
-                       is_here(query) ? 4 : 0);
+                       query < left ? 4 : 0);
     }
     sm80::cp_async_commit();
   }

@@ -254,24 +254,29 @@ struct Fp32Products {
     }
   }
 
-  // Asks for `lines` lines by `threads` threads, of which this is number `thread`; zeros for those
-  // that `is_here` says no of. `first` is line 0.
-  template <int threads, int lines, class IsHere>
+  // Asks for `lines` lines, 64 at most, by `threads` threads, of which this is number `thread`;
+  // zeros for those without a bit in `here`. `first` is line 0.
+  template <int threads, int lines>
   static __device__ __forceinline__ void copy(unsigned char* to, const float* first,
                                               unsigned stride, unsigned dim, int thread,
-                                              IsHere is_here) {
+                                              std::uint64_t here) {
     constexpr int kLineStep = threads / kPieceRoom;
-    static_assert(lines % kLineStep == 0);
+    static_assert(lines % kLineStep == 0 && lines <= 64);
     const int piece = thread % kPieceRoom, line = thread / kPieceRoom;
     if (piece >= kPieces) return;
     const bool inside = width == dim || piece * 4u < dim;
     const float* from = first + std::uint64_t{stride} * line + piece * 4;
+    here = inside ? here >> line : 0;
 #pragma unroll
     for (int i = 0; i < lines; i += kLineStep) {
-      sm80::cp_async_16(to + Operands::piece_at(line + i, piece), from,
-                        inside && is_here(line + i) ? 16 : 0);
+      sm80::cp_async_16(to + Operands::piece_at(line + i, piece), from, here >> i & 1 ? 16 : 0);
       from += std::uint64_t{stride} * kLineStep;
     }
+  }
+
+  // The first `count` lines, if there are as many.
+  static __device__ __forceinline__ std::uint64_t first_lines(int count) {
+    return count >= 64 ? ~std::uint64_t{0} : ~(~std::uint64_t{0} << count);
   }
 };
 

@@ -101,11 +101,11 @@ struct BackwardKeysFp32 {
     if (wanted && tile < tiles) {
       const int first = tile * kLines, left = p.n - first;
       unsigned char* to = lines + stage * kStageBytes;
-      const auto is_here = [left](int query) { return query < left; };
+      const std::uint64_t here = Product::first_lines(left);
       Product::template copy<kRowThreads, kLines>(to, p.projected + place.projected(first, 0),
-                                                  4 * p.width, p.dim, in_row(), is_here);
+                                                  4 * p.width, p.dim, in_row(), here);
       Product::template copy<kRowThreads, kLines>(
-          to + kTileBytes, p.d_attended + place.attended(first), p.width, p.dim, in_row(), is_here);
+          to + kTileBytes, p.d_attended + place.attended(first), p.width, p.dim, in_row(), here);
 #pragma unroll
       for (int i = 0; i < 2 * kLines; i += kRowThreads) {
         const int number = in_row() + i, which = number / kLines, query = number % kLines;
@@ -113,7 +113,7 @@ struct BackwardKeysFp32 {
         sm80::cp_async_4(
             statistics + stage * kStageBytes + query / 2 * 16 + query % 2 * 4 + which * 8,
             (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first) + query,
-            is_here(query) ? 4 : 0);
+            query < left ? 4 : 0);
       }
     }
     sm80::cp_async_commit();

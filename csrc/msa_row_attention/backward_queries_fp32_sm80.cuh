@@ -85,11 +85,10 @@ struct BackwardQueriesFp32 {
   __device__ __forceinline__ void copy(int tile, int stage, std::uint64_t here) const {
     if (here != 0) {
       unsigned char* to = lines + stage * kStageBytes;
-      const auto is_here = [here](int key) { return (here >> key & 1) != 0; };
       const float* from = p.projected + place.projected(tile * kLines, 1);
-      Product::template copy<kRowThreads, kLines>(to, from, 4 * p.width, p.dim, in_row(), is_here);
+      Product::template copy<kRowThreads, kLines>(to, from, 4 * p.width, p.dim, in_row(), here);
       Product::template copy<kRowThreads, kLines>(to + kTileBytes, from + p.width, 4 * p.width,
-                                                  p.dim, in_row(), is_here);
+                                                  p.dim, in_row(), here);
     }
     sm80::cp_async_commit();
   }
