@@ -35,16 +35,6 @@ struct BackwardBiasFp32 {
   static constexpr int kQueryBytes = kBlockQueries * kPitch;
   static constexpr int kKeyBytes = kBlockKeys * kPitch;
 
-  struct alignas(1024) Stage {
-    unsigned char queries[2][kQueryBytes];  // queries, gradients
-    unsigned char keys[2][kKeyBytes];       // keys, values
-    float statistics[2][kBlockQueries];     // log_sums, row_dots
-  };
-  struct Shared {
-    Stage stages[kStages];
-  };
-  static constexpr int kStageBytes = sizeof(Stage);
-
   // What a block works at. The blocks of a group's and head's slab follow each other: they read the
   // same rows.
   struct Block {
@@ -65,28 +55,40 @@ struct BackwardBiasFp32 {
     }
   };
 
+  struct alignas(1024) Stage {
+    unsigned char queries[2][kQueryBytes];  // queries, gradients
+    unsigned char keys[2][kKeyBytes];       // keys, values
+    float statistics[2][kBlockQueries];     // log_sums, row_dots
+  };
+  struct Shared {
+    Stage stages[kStages];
+    Block block;  // here it occupies no registers
+  };
+  static constexpr int kStageBytes = sizeof(Stage);
+
   const BackwardBiasFp32Params& p;
   unsigned char* stages;
-  int thread;
-  Block block;
+  unsigned thread;
   std::int64_t first_row;
   int count;  // of rows
 
-  __device__ __forceinline__ int g() const { return thread / 4 % 8; }
-  __device__ __forceinline__ int t() const { return thread % 4; }
+  // What follows from the thread's number is computed again where it is asked for, and occupies no
+  // registers.
+  __device__ __forceinline__ unsigned again() const {
+    return static_cast<unsigned>(sm80::opaque(static_cast<int>(thread)));
+  }
   // The warp's first one, of the block's.
-  __device__ __forceinline__ int warp_query() const { return thread / 32 * 16; }
+  __device__ __forceinline__ int warp_query() const { return static_cast<int>(again() / 32 * 16); }
 
   static __device__ __forceinline__ void run(const BackwardBiasFp32Params& p) {
     const Block block = Block::of(p);
     const unsigned first = block.slab * p.rows_of_slab;
     const unsigned end = min(first + p.rows_of_slab, p.rows);
-    BackwardBiasFp32{p,
-                     reinterpret_cast<unsigned char*>(&shared_memory<Shared>()),
-                     sm80::opaque(thread_index()),
-                     block,
-                     std::int64_t{block.group} * p.rows + first,
-                     static_cast<int>(end - first)}
+    if (thread_index() == 0) shared_memory<Shared>().block = block;
+    __syncthreads();
+    BackwardBiasFp32{p, reinterpret_cast<unsigned char*>(&shared_memory<Shared>()),
+                     static_cast<unsigned>(sm80::opaque(thread_index())),
+                     std::int64_t{block.group} * p.rows + first, static_cast<int>(end - first)}
         .all();
   }
 
@@ -94,37 +96,38 @@ struct BackwardBiasFp32 {
   __device__ __forceinline__ std::uint64_t mask_word(int row) const {
     if (row >= count) return 0;
     constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kBlockKeys);
-    return p.mask_word(first_row + row, block.first_key / kKeys) >> (block.first_key % kKeys) &
-           kAll;
+    const int first_key = shared_memory<Shared>().block.first_key;
+    return p.mask_word(first_row + row, first_key / kKeys) >> (first_key % kKeys) & kAll;
   }
 
   // Asks for what belongs to a row; zeros for keys and values that are not `here`.
   __device__ __forceinline__ void copy(int row, int stage, std::uint64_t here) const {
     if (here != 0) {
+      const Block& block = shared_memory<Shared>().block;
       const Place place{p, static_cast<std::uint64_t>(first_row + row) * static_cast<unsigned>(p.n),
                         block.head};
       unsigned char* to = stages + stage * kStageBytes;
+      const unsigned me = again();
       auto& shared = *reinterpret_cast<Stage*>(to);
       const int left = p.n - block.first_query;
       const std::uint64_t exist = Product::first_lines(left);
       const auto first_query = static_cast<unsigned>(block.first_query);
       Product::template copy<kThreads, kBlockQueries>(shared.queries[0],
                                                       p.projected + place.projected(first_query, 0),
-                                                      4 * p.width, p.dim, thread, exist);
-      Product::template copy<kThreads, kBlockQueries>(shared.queries[1],
-                                                      p.d_attended + place.attended(first_query),
-                                                      p.width, p.dim, thread, exist);
+                                                      4 * p.width, p.dim, me, exist);
+      Product::template copy<kThreads, kBlockQueries>(
+          shared.queries[1], p.d_attended + place.attended(first_query), p.width, p.dim, me, exist);
       const float* key = p.projected + place.projected(static_cast<unsigned>(block.first_key), 1);
-      Product::template copy<kThreads, kBlockKeys>(shared.keys[0], key, 4 * p.width, p.dim, thread,
+      Product::template copy<kThreads, kBlockKeys>(shared.keys[0], key, 4 * p.width, p.dim, me,
                                                    here);
       Product::template copy<kThreads, kBlockKeys>(shared.keys[1], key + p.width, 4 * p.width,
-                                                   p.dim, thread, here);
+                                                   p.dim, me, here);
       static_assert(2 * kBlockQueries == kThreads);
-      const int which = thread / kBlockQueries, query = thread % kBlockQueries;
-      sm80::cp_async_4(&shared.statistics[which][query],
-                       (which == 0 ? p.log_sums : p.row_dots) +
-                           place.statistic(first_query + static_cast<unsigned>(query)),
-                       query < left ? 4 : 0);
+      const unsigned which = me / kBlockQueries, query = me % kBlockQueries;
+      sm80::cp_async_4(
+          &shared.statistics[which][query],
+          (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first_query + query),
+          static_cast<int>(query) < left ? 4 : 0);
     }
     sm80::cp_async_commit();
   }
@@ -138,7 +141,7 @@ struct BackwardBiasFp32 {
     std::uint64_t next = mask_word(1);
     load_bias();
     // Warps behind the last query only copy.
-    const bool works = block.first_query + warp_query() < p.n;
+    const bool works = shared_memory<Shared>().block.first_query + warp_query() < p.n;
     int stage = 0;
     for (int row = 0; row < count; ++row) {
       sm80::cp_async_wait<0>();
@@ -159,6 +162,7 @@ struct BackwardBiasFp32 {
 
   // Queries and keys that do not exist have others' bias.
   __device__ __forceinline__ void load_bias() {
+    const Block& block = shared_memory<Shared>().block;
     const std::int64_t head = std::int64_t{block.group} * p.heads + block.head;
     const std::int64_t line =
         head * p.blocks + min((block.first_query + warp_query()) / kBiasBlock, p.blocks - 1);
@@ -182,21 +186,24 @@ struct BackwardBiasFp32 {
   __device__ __forceinline__ void multiply(float (&products)[kEights][4],
                                            const unsigned char* queries,
                                            const unsigned char* keys) const {
+    const unsigned me = again();
+    const int g = static_cast<int>(me / 4 % 8), t = static_cast<int>(me % 4);
+    constexpr int kAtATime = width > 32 ? 2 : 4;
 #pragma unroll
     for (int s = 0; s < Product::kInner; ++s) {
       float numbers[2][4];
-      Operands::load_key(queries, 0, s, g(), t(), numbers[0]);
-      Operands::load_key(queries, 1, s, g(), t(), numbers[1]);
+      Operands::load_key(queries, 0, s, g, t, numbers[0]);
+      Operands::load_key(queries, 1, s, g, t, numbers[1]);
       Left left;
       left.split(make_float4(numbers[0][0], numbers[0][1], numbers[0][2], numbers[0][3]),
                  make_float4(numbers[1][0], numbers[1][1], numbers[1][2], numbers[1][3]));
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
         float sum[4];
-        Product::template multiply_eight<false>(sum, left, keys, j, s, g(), t());
+        Product::template multiply_eight<false>(sum, left, keys, j, s, g, t);
 #pragma unroll
         for (int e = 0; e < 4; ++e) products[j][e] = s == 0 ? sum[e] : products[j][e] + sum[e];
-        if (j % 4 == 3) __syncwarp();  // else the compiler reads far ahead, and spills
+        if (j % kAtATime == kAtATime - 1) __syncwarp();  // else the compiler reads far ahead, and spills
       }
     }
   }
@@ -209,8 +216,8 @@ struct BackwardBiasFp32 {
     float log_sums[2], row_dots[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      log_sums[h] = stage.statistics[0][first + h * 8 + g()];
-      row_dots[h] = stage.statistics[1][first + h * 8 + g()];
+      log_sums[h] = stage.statistics[0][first + h * 8 + again() / 4 % 8];
+      row_dots[h] = stage.statistics[1][first + h * 8 + again() / 4 % 8];
     }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
@@ -227,7 +234,7 @@ struct BackwardBiasFp32 {
     }
     // An absent key adds nothing, not even a query's NaN.
     if (here != ~std::uint64_t{0} >> (64 - kBlockKeys)) {
-      const std::uint64_t mine = here >> (2 * t());
+      const std::uint64_t mine = here >> (2 * (again() % 4));
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
 #pragma unroll
@@ -246,19 +253,22 @@ struct BackwardBiasFp32 {
   }
 
   __device__ __forceinline__ void store() const {
+    const Block& block = shared_memory<Shared>().block;
     const unsigned groups = gridDim.x / (p.key_tiles * p.query_tiles * p.heads * p.slabs);
     const std::int64_t map =
         (std::int64_t{block.slab} * groups + block.group) * p.heads + block.head;
     float* sum = p.sums + map * p.n * p.n;
+    const unsigned me = again();
+    const int g = static_cast<int>(me / 4 % 8), t = static_cast<int>(me % 4);
     const bool even = p.n % 2 == 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int query = block.first_query + warp_query() + h * 8 + g();
+      const int query = block.first_query + warp_query() + h * 8 + g;
       if (query >= p.n) continue;
       float* line = sum + std::int64_t{query} * p.n;
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
-        const int key = block.first_key + j * 8 + t() * 2;
+        const int key = block.first_key + j * 8 + t * 2;
         const float x = total[j][2 * h], y = total[j][2 * h + 1];
         if (even) {
           if (key < p.n) *reinterpret_cast<float2*>(line + key) = make_float2(x, y);

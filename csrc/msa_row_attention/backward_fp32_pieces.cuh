@@ -258,11 +258,12 @@ struct Fp32Products {
   // zeros for those without a bit in `here`. `first` is line 0.
   template <int threads, int lines>
   static __device__ __forceinline__ void copy(unsigned char* to, const float* first,
-                                              unsigned stride, unsigned dim, int thread,
+                                              unsigned stride, unsigned dim, unsigned thread,
                                               std::uint64_t here) {
     constexpr int kLineStep = threads / kPieceRoom;
     static_assert(lines % kLineStep == 0 && lines <= 64);
-    const int piece = thread % kPieceRoom, line = thread / kPieceRoom;
+    const int piece = static_cast<int>(thread % kPieceRoom);
+    const int line = static_cast<int>(thread / kPieceRoom);
     if (piece >= kPieces) return;
     const bool inside = width == dim || piece * 4u < dim;
     const float* from = first + std::uint64_t{stride} * line + piece * 4;

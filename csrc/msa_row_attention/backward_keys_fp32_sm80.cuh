@@ -41,23 +41,23 @@ struct BackwardKeysFp32 {
   const BackwardFp32Params& p;
   unsigned char* lines;  // of the row's queries in the first stage
   unsigned char* statistics;
-  int thread;
+  unsigned thread;
   Place place;
   bool wanted;  // whether any of the row's keys in this block is there
   int tiles;    // of queries
   // The lane's numbers of the next 16 queries.
   const float* bias;
 
-  __device__ __forceinline__ int g() const { return thread / 4 % 8; }
-  __device__ __forceinline__ int t() const { return thread % 4; }
-  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  __device__ __forceinline__ int g() const { return static_cast<int>(thread / 4 % 8); }
+  __device__ __forceinline__ int t() const { return static_cast<int>(thread % 4); }
+  __device__ __forceinline__ unsigned in_row() const { return thread % kRowThreads; }
 
-  static __device__ __forceinline__ int slot_of(int thread) {
+  static __device__ __forceinline__ unsigned slot_of(unsigned thread) {
     return row_count == 1 ? 0 : thread / kRowThreads;
   }
   // The warp's first one.
-  static __device__ __forceinline__ int first_key(const RowTile& at, int thread) {
-    return at.tile * kBlockKeys + thread % kRowThreads / 32 * 16;
+  static __device__ __forceinline__ int first_key(const RowTile& at, unsigned thread) {
+    return at.tile * kBlockKeys + static_cast<int>(thread % kRowThreads / 32 * 16);
   }
   // Which of the warp's keys are there.
   static __device__ __forceinline__ std::uint32_t present(const BackwardParams& p,
@@ -68,16 +68,16 @@ struct BackwardKeysFp32 {
   }
 
   static __device__ __forceinline__ void run(const BackwardFp32Params& p) {
-    const int thread = sm80::opaque(thread_index());
-    const auto at = RowTile::of<row_count>(p, static_cast<unsigned>(slot_of(thread)));
+    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const auto at = RowTile::of<row_count>(p, slot_of(thread));
     const int block_key = at.tile * kBlockKeys;
     const std::uint64_t any = p.mask_word(at.row, block_key / kKeys) >> (block_key % kKeys) &
                               ~std::uint64_t{0} >> (64 - kBlockKeys);
     const std::int64_t head = std::int64_t{at.group} * p.heads + at.head;
-    const int lane = thread % 32, pair = lane / 4;
+    const unsigned lane = thread % 32, pair = lane / 4;
     // Queries 2t and 2t + 8, keys 2g and 2g + 1.
-    const int piece = first_key(at, thread) / kBiasBlock * kBiasNumbers + lane % 4 * 64 +
-                      pair % 4 * 8 + pair / 4 * 4;
+    const int piece = first_key(at, thread) / kBiasBlock * kBiasNumbers +
+                      static_cast<int>(lane % 4 * 64 + pair % 4 * 8 + pair / 4 * 4);
     Stage& first = shared_memory<Shared>().stages[0];
     BackwardKeysFp32{p,
                      first.lines[slot_of(thread)][0],
@@ -108,12 +108,12 @@ struct BackwardKeysFp32 {
           to + kTileBytes, p.d_attended + place.attended(first), p.width, p.dim, in_row(), here);
 #pragma unroll
       for (int i = 0; i < 2 * kLines; i += kRowThreads) {
-        const int number = in_row() + i, which = number / kLines, query = number % kLines;
+        const unsigned number = in_row() + i, which = number / kLines, query = number % kLines;
         if (2 * kLines % kRowThreads != 0 && which > 1) break;
         sm80::cp_async_4(
             statistics + stage * kStageBytes + query / 2 * 16 + query % 2 * 4 + which * 8,
             (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first) + query,
-            query < left ? 4 : 0);
+            static_cast<int>(query) < left ? 4 : 0);
       }
     }
     sm80::cp_async_commit();
@@ -175,7 +175,7 @@ struct BackwardKeysFp32 {
   }
 
   __device__ __forceinline__ void store() const {
-    const auto at = RowTile::of<row_count>(p, static_cast<unsigned>(slot_of(thread)));
+    const auto at = RowTile::of<row_count>(p, slot_of(thread));
     if (!at.exists) return;
     const int first = first_key(at, thread);
     const std::uint32_t here = present(p, at, first);

@@ -36,7 +36,7 @@ struct BackwardQueriesFp32 {
 
   const BackwardFp32Params& p;
   unsigned char* lines;  // of the row's keys in the first stage
-  int thread;
+  unsigned thread;
   Place place;
   std::int64_t row;
   bool exists;
@@ -45,18 +45,18 @@ struct BackwardQueriesFp32 {
   // The lane's numbers of the next 16 keys.
   const float* bias;
 
-  __device__ __forceinline__ int g() const { return thread / 4 % 8; }
-  __device__ __forceinline__ int t() const { return thread % 4; }
-  __device__ __forceinline__ int in_row() const { return thread % kRowThreads; }
+  __device__ __forceinline__ int g() const { return static_cast<int>(thread / 4 % 8); }
+  __device__ __forceinline__ int t() const { return static_cast<int>(thread % 4); }
+  __device__ __forceinline__ unsigned in_row() const { return thread % kRowThreads; }
 
-  static __device__ __forceinline__ int slot_of(int thread) {
+  static __device__ __forceinline__ unsigned slot_of(unsigned thread) {
     return row_count == 1 ? 0 : thread / kRowThreads;
   }
 
   static __device__ __forceinline__ void run(const BackwardFp32Params& p) {
-    const int thread = sm80::opaque(thread_index());
-    const auto at = RowTile::of<row_count>(p, static_cast<unsigned>(slot_of(thread)));
-    const int first = at.tile * kBlockQueries + thread % kRowThreads / 32 * 16;
+    const auto thread = static_cast<unsigned>(sm80::opaque(thread_index()));
+    const auto at = RowTile::of<row_count>(p, slot_of(thread));
+    const int first = at.tile * kBlockQueries + static_cast<int>(thread % kRowThreads / 32 * 16);
     // Queries that do not exist have the last ones'.
     const std::int64_t line = (std::int64_t{at.group} * p.heads + at.head) * p.blocks +
                               min(first / kBiasBlock, p.blocks - 1);
