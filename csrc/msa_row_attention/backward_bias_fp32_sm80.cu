@@ -31,7 +31,8 @@ void launch_bias_fp32(const BackwardProblem& problem, CUstream_st* stream) {
   p.slabs = static_cast<unsigned>(slabs);
   p.rows_of_slab = static_cast<unsigned>(ceil_div(sizes.rows, slabs));
   launch(kBiasFp32,
-         backward_bias_fp32_kernel<mode, width, kTile.query_warps, kTile.keys, kTile.stages>,
+         backward_bias_fp32_kernel<mode, width, kTile.query_warps, kTile.keys, kTile.stages,
+                                   kTile.blocks>,
          static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
          p);
   if (slabs == 1) return;

@@ -203,7 +203,8 @@ struct BackwardBiasFp32 {
         Product::template multiply_eight<false>(sum, left, keys, j, s, g, t);
 #pragma unroll
         for (int e = 0; e < 4; ++e) products[j][e] = s == 0 ? sum[e] : products[j][e] + sum[e];
-        if (j % kAtATime == kAtATime - 1) __syncwarp();  // else the compiler reads far ahead, and spills
+        if (j % kAtATime == kAtATime - 1)
+          __syncwarp();  // else the compiler reads far ahead, and spills
       }
     }
   }
@@ -281,8 +282,8 @@ struct BackwardBiasFp32 {
   }
 };
 
-template <Mode mode, int width, int query_warps, int block_keys, int stage_count>
-__global__ void __launch_bounds__(32 * query_warps, query_warps == 4 ? 2 : 4)
+template <Mode mode, int width, int query_warps, int block_keys, int stage_count, int blocks>
+__global__ void __launch_bounds__(32 * query_warps, blocks)
     backward_bias_fp32_kernel(const __grid_constant__ BackwardBiasFp32Params params) {
   BackwardBiasFp32<mode, width, query_warps, block_keys, stage_count>::run(params);
 }

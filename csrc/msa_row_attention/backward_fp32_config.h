@@ -22,7 +22,7 @@ struct BiasFp32Tile {
   int query_warps;
   int keys;
   int stages;
-  int blocks;  // that a multiprocessor holds at a time
+  int blocks;  // that a multiprocessor holds at a time; three at 32 leave too few registers
 
   constexpr int queries() const { return 16 * query_warps; }
 };
@@ -31,7 +31,8 @@ constexpr BiasFp32Tile bias_fp32_tile(int width, bool large) {
   return width > 64   ? BiasFp32Tile{4, 32, 1, 2}
          : !large     ? BiasFp32Tile{2, 32, width > 32 ? 1 : 2, 4}
          : width > 32 ? BiasFp32Tile{4, 64, 1, 2}
-                      : BiasFp32Tile{4, 64, 2, 2};
+         : width > 16 ? BiasFp32Tile{4, 64, 2, 2}
+                      : BiasFp32Tile{4, 64, 2, 3};
 }
 
 constexpr bool is_large_fp32_bias(std::int64_t n) {
