@@ -198,7 +198,7 @@ def test_row_without_any_key_passes_no_gradient(n):
 @pytest.mark.parametrize(("n", "slabs"), [(20, 4), (66, 3)])
 def test_slabs_of_rows(n, slabs):
     """So many rows that blocks of the bias's gradient share them; the last ones have fewer."""
-    check(problem(1, 13, n, 1, 16), slabs=slabs)
+    check(problem(1, 13, n, 1, 32), slabs=slabs)
 
 
 def test_very_negative_logits():
