@@ -30,6 +30,8 @@ struct AttendFp32Params {
   const float* bias = nullptr;
   const std::uint64_t* present = nullptr;
   float* out = nullptr;
+  float* log_sums = nullptr;
+  float* factors = nullptr;
   unsigned rows = 0;        // of a group
   unsigned row_blocks = 0;  // of a group
   unsigned query_tiles = 0;
@@ -186,7 +188,13 @@ struct AttendFp32 {
       first_query = sm80::opaque(first_query);
       any = walk<kSplit>();
     }
-    if (exists) store(any);
+    if (!exists) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 1);
+      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 2);
+      store(h, any);
+    }
   }
 
   __device__ __forceinline__ bool has_nan() const {
@@ -502,42 +510,63 @@ struct AttendFp32 {
     Operands::replace_nan(sum, plain);
   }
 
-  // Weighted values over the sum of the weights, times the gate. Zeros where no key is there.
-  __device__ __forceinline__ void store(bool any) {
+  // The result: weighted values over the sum of the weights, times the gate. Zeros where no key is
+  // there.
+  __device__ __forceinline__ void store(int h, bool any) const {
+    const float inverse = 1.0f / sums[h];
+    const int at = query_at(h);
+    float* out = p.out + (row * p.n + at) * p.width + head * p.dim;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 1);
-      sums[h] += __shfl_xor_sync(0xffffffff, sums[h], 2);
-      const float inverse = 1.0f / sums[h];
-      const int at = query_at(h);
-      float* out = p.out + (row * p.n + at) * p.width + head * p.dim;
+    for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int c = 0; c < 2 * kVector; c += 4) {
+        const int column = j * (8 * kVector) + t() * (2 * kVector) + c;
+        if (at >= p.n || !is_inside(column)) continue;
+        float gates[4], numbers[4];
+        load_gate(at, column, gates);
 #pragma unroll
-        for (int c = 0; c < 2 * kVector; c += 4) {
-          const int column = j * (8 * kVector) + t() * (2 * kVector) + c;
-          if (at >= p.n || !is_inside(column)) continue;
-          const float4 four = load_four(at, 3, column);
-          float gates[4] = {four.x, four.y, four.z, four.w};
-          if (p.projection_bias) {
-            const float4 more = *reinterpret_cast<const float4*>(p.projection_bias + 3 * p.width +
-                                                                 head * p.dim + column);
-            gates[0] += more.x;
-            gates[1] += more.y;
-            gates[2] += more.z;
-            gates[3] += more.w;
-          }
-          float numbers[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int i = c + e;
-            const float mean = total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
-            numbers[e] = any ? mean * (1.0f / (1.0f + expf(-gates[e]))) : 0.0f;
-          }
-          *reinterpret_cast<float4*>(out + column) =
-              make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
+        for (int e = 0; e < 4; ++e) {
+          const int i = c + e;
+          const float mean = total[j * kVector + i % kVector][2 * h + i / kVector] * inverse;
+          numbers[e] = any ? mean * (1.0f / (1.0f + expf(-gates[e]))) : 0.0f;
         }
+        *reinterpret_cast<float4*>(out + column) =
+            make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
       }
+    }
+    if (p.log_sums && at < p.n && t() == 0) store_sum(h, any);
+  }
+
+  // The power of two of the sum of the weights goes with what was subtracted from their exponents,
+  // the rest is a factor of the query's.
+  __device__ __forceinline__ void store_sum(int h, bool any) const {
+    // The sum is 2^power times a number of 1 to 2; NaN, infinity and zero make `factor` NaN.
+    const std::uint32_t exponent = __float_as_uint(sums[h]) & 0x7f800000u;
+    const float power = static_cast<float>(static_cast<int>(exponent >> 23) - 127);
+    const float log_sum = shift[h] + power;
+    // What log_sum lacks of the sum.
+    const float taken = log_sum - shift[h];
+    const float lost = (shift[h] - (log_sum - taken)) + (power - taken);
+    const float factor = __uint_as_float(exponent) / sums[h] * exp2f(-lost);
+    const std::int64_t query = (row * p.heads + head) * p.n + query_at(h);
+    p.log_sums[query] = any ? log_sum : 0.0f;
+    p.factors[query] = any ? factor : 0.0f;
+  }
+
+  // Four of the gate's logits of a position.
+  __device__ __forceinline__ void load_gate(int at, int column, float (&gates)[4]) const {
+    const float4 four = load_four(at, 3, column);
+    gates[0] = four.x;
+    gates[1] = four.y;
+    gates[2] = four.z;
+    gates[3] = four.w;
+    if (p.projection_bias) {
+      const float4 more =
+          *reinterpret_cast<const float4*>(p.projection_bias + 3 * p.width + head * p.dim + column);
+      gates[0] += more.x;
+      gates[1] += more.y;
+      gates[2] += more.z;
+      gates[3] += more.w;
     }
   }
 };

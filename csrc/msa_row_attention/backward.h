@@ -22,20 +22,33 @@ struct BackwardProblem {
   const std::uint64_t* present = nullptr;  // null: all keys are there
   const void* gated = nullptr;             // (positions(), width): attend's result
   const float* log_sums = nullptr;         // likewise
+  const float* factors = nullptr;          // likewise
   const void* d_gated = nullptr;           // (positions(), width)
   // Results.
   void* d_projected = nullptr;  // (positions(), 4 * width): of query, key, value, gate
   float* d_bias = nullptr;      // (groups, heads, N, N): of the bias as it is, not as it is stored
   bool accumulate = false;      // d_bias is added to
   // Between the kernels.
-  void* d_attended = nullptr;  // (positions(), width): of the attention
-  float* row_dots = nullptr;   // (all_rows(), heads, N): of the attention and its gradient
-  float* partial = nullptr;    // bias_partial_size(): sums of d_bias over some of the rows
+  // (positions(), width): the attention's gradient; and, (all_rows(), heads, N), its dot product
+  // with the attention. In fp32 both have the factor in them that weights lack.
+  void* d_attended = nullptr;
+  float* row_dots = nullptr;
+  float* partial = nullptr;  // bias_partial_size(): sums of d_bias over some of the rows
 };
 
-void backward_gate_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_gate_sm80(const BackwardProblem& problem, CUstream_st* stream);  // any mode
+
+// 16-bit modes.
 void backward_keys_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_queries_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream);
+
+// kTf32, kSplit.
+void backward_keys_fp32_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_queries_fp32_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_bias_fp32_sm80(const BackwardProblem& problem, CUstream_st* stream);
+
+// The sum of slabs of `partial`, in order, to d_bias.
+void add_slabs_sm80(const BackwardProblem& problem, std::int64_t slabs, CUstream_st* stream);
 
 }  // namespace fused_ops::msa_row_attention

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "msa_row_attention/backward_bias_sm80.cuh"
 
-#include <algorithm>
-
-#include "msa_row_attention/add_slabs_sm80.cuh"
 #include "msa_row_attention/backward_launch.cuh"
 
 namespace fused_ops::msa_row_attention {
@@ -40,17 +37,7 @@ void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
                               kTile.stages>,
          static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
          p);
-  if (direct) return;
-  AddSlabsParams add;
-  add.partial = problem.partial;
-  add.sums = problem.d_bias;
-  add.size = sizes.groups * sizes.heads * sizes.n * sizes.n;
-  add.slabs = static_cast<int>(slabs);
-  add.accumulate = problem.accumulate;
-  const std::int64_t most = std::int64_t{8} * multiprocessors();
-  launch(kBias, add_slabs_kernel,
-         static_cast<unsigned>(std::min(ceil_div(add.size, kAddSlabsThreads), most)),
-         kAddSlabsThreads, 0, stream, add);
+  if (!direct) add_slabs_sm80(problem, slabs, stream);
 }
 
 }  // namespace

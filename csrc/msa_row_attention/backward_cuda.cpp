@@ -9,13 +9,15 @@
 #include <algorithm>
 
 #include "msa_row_attention/backward.h"
+#include "msa_row_attention/backward_fp32_config.h"
 #include "msa_row_attention/backward_pairs.h"
 #include "msa_row_attention/config.h"
 
 namespace fused_ops::msa_row_attention {
 namespace {
 
-// Of the forward: (positions, width) and (rows, heads, N); both or neither.
+// Of the forward: (positions, width), and (rows, heads, N) with the factors of fp32 behind; both or
+// neither.
 struct Saved {
   const MaybeTensor& gated;
   const MaybeTensor& log_sums;
@@ -81,6 +83,7 @@ class Backward {
     at_d_attended_ = w.take(positions * width * size);
     const std::int64_t queries = part_.all_rows() * sizes_.heads * sizes_.n;
     at_log_sums_ = w.take(saved_.gated ? 0 : queries * 4);
+    at_factors_ = w.take(saved_.gated || !c_.call.is_fp32() ? 0 : queries * 4);
     at_row_dots_ = w.take(queries * 4);
     at_statistics_ = w.take(needs_norm() ? positions * 16 : 0);
     at_partial_ = w.take(c_.needs_pair() ? partial_size() * 4 : 0);
@@ -110,7 +113,10 @@ class Backward {
         some.groups = groups;
         some.rows = rows;
         if (groups * rows == 0) continue;
-        most = std::max(most, bias_partial_size(some, multiprocessors(), rows < sizes_.rows));
+        const bool adds = rows < sizes_.rows;
+        most =
+            std::max(most, c_.call.is_fp32() ? bias_fp32_partial_size(some, multiprocessors(), adds)
+                                             : bias_partial_size(some, multiprocessors(), adds));
       }
     }
     return most;
@@ -180,12 +186,17 @@ class Backward {
       p.partial = c_.memory.at<float>(at_partial_);
       p.d_bias = pairs_.d_bias() + group * sizes_.heads * sizes_.n * sizes_.n;
       p.accumulate = row > 0;
-      backward_bias_sm80(p, c_.stream);
+      c_.call.is_fp32() ? backward_bias_fp32_sm80(p, c_.stream) : backward_bias_sm80(p, c_.stream);
     }
     if (!needs_projected()) return;
     if (needs_weights() || needs_source()) {
-      backward_keys_sm80(p, c_.stream);
-      backward_queries_sm80(p, c_.stream);
+      if (c_.call.is_fp32()) {
+        backward_keys_fp32_sm80(p, c_.stream);
+        backward_queries_fp32_sm80(p, c_.stream);
+      } else {
+        backward_keys_sm80(p, c_.stream);
+        backward_queries_sm80(p, c_.stream);
+      }
     }
     if (c_.needs(kGateBias)) {
       c_.sum_columns(gate_sums_, part, further(p.d_projected, c_.call.type(), 3 * width),
@@ -207,6 +218,7 @@ class Backward {
                             first_row * sizes_.n * sizes_.width());
       p->gated = gated;
       p->log_sums = saved_.log_sums->const_data_ptr<float>() + first_row * sizes_.heads * sizes_.n;
+      if (c_.call.is_fp32()) p->factors = p->log_sums + saved_.log_sums->numel() / 2;
       return gated;
     }
     AttendProblem a;
@@ -218,9 +230,11 @@ class Backward {
     a.present = p->present;
     a.out = c_.memory.at(at_gated_);
     a.log_sums = c_.memory.at<float>(at_log_sums_);
+    if (c_.call.is_fp32()) a.factors = c_.memory.at<float>(at_factors_);
     c_.call.is_fp32() ? attend_fp32_sm80(a, c_.stream) : attend_sm80(a, c_.stream);
     p->gated = a.out;
     p->log_sums = a.log_sums;
+    p->factors = a.factors;
     return a.out;
   }
 
@@ -285,7 +299,7 @@ class Backward {
   Sizes part_;  // at most
   std::int64_t at_bias_, at_projections_, at_projection_bias_, at_out_weight_, at_out_bias_;
   std::int64_t at_present_, at_normalised_, at_projected_, at_d_projected_, at_d_gated_, at_gated_;
-  std::int64_t at_d_attended_, at_log_sums_, at_row_dots_, at_statistics_, at_partial_;
+  std::int64_t at_d_attended_, at_log_sums_, at_factors_, at_row_dots_, at_statistics_, at_partial_;
   SlabProducts projections_, out_;
   ColumnParts norm_sums_, gate_sums_, out_sums_;
   PairBackward pairs_;
@@ -341,7 +355,8 @@ std::vector<Tensor> backward(const Tensor& grad, const MaybeTensor& gated,
   const Sizes& sizes = call.sizes();
   FO_CHECK_RUNTIME(gated.has_value() == log_sums.has_value() &&
                        (!gated || (gated->numel() == sizes.positions() * sizes.width() &&
-                                   log_sums->numel() == sizes.positions() * sizes.heads)),
+                                   log_sums->numel() ==
+                                       sizes.positions() * sizes.heads * (call.is_fp32() ? 2 : 1))),
                    kOp, ": what was saved must be of this call");
   return Backward(call, kept, {gated, log_sums}, inputs, needs).run();
 }

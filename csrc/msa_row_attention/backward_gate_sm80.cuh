@@ -19,6 +19,7 @@ struct BackwardGateParams {
   const void* d_gated = nullptr;
   void* d_attended = nullptr;
   void* d_projected = nullptr;
+  const float* factors = nullptr;
   float* row_dots = nullptr;
   std::int64_t lines = 0;  // positions times heads
   unsigned heads = 0;
@@ -27,6 +28,14 @@ struct BackwardGateParams {
   unsigned pieces = 0;  // of a line, 16 bytes each
   unsigned lines_of_block = 0;
 };
+
+// Where a query's numbers lie that there is one of for each head; `line` counts positions and
+// heads.
+__device__ __forceinline__ std::int64_t query_of(const BackwardGateParams& p, std::int64_t line) {
+  const std::int64_t position = line / p.heads;
+  const std::int64_t row = position / p.n;
+  return (row * p.heads + (line - position * p.heads)) * p.n + (position - row * p.n);
+}
 
 struct BackwardGateShared {
   float dots[kBackwardGateThreads];
@@ -60,6 +69,7 @@ __global__ void __launch_bounds__(kBackwardGateThreads)
         gate[e] += p.projection_bias[3 * width + head * p.dim + column + e];
       }
     }
+    const float factor = p.factors ? p.factors[query_of(p, line)] : 1.0f;
 #pragma unroll
     for (int e = 0; e < kPiece; ++e) {
       // Of the opposite, so that both have all their digits.
@@ -69,7 +79,7 @@ __global__ void __launch_bounds__(kBackwardGateThreads)
       const float rest = gate[e] >= 0.0f ? smaller : larger;
       dot = fmaf(u[e], du[e], dot);
       u[e] *= du[e] * rest;
-      du[e] *= g;
+      du[e] *= g * factor;
     }
     store_numbers_as<type>(p.d_attended, at, du);
     store_numbers_as<type>(p.d_projected, gate_at, u);
@@ -77,12 +87,10 @@ __global__ void __launch_bounds__(kBackwardGateThreads)
   shared.dots[thread] = dot;
   __syncthreads();
   if (thread >= p.lines_of_block || first + thread >= p.lines) return;
-  const std::int64_t mine = first + thread;
-  const std::int64_t position = mine / p.heads;
-  const std::int64_t row = position / p.n;
+  const std::int64_t query = query_of(p, first + thread);
   dot = 0.0f;
   for (unsigned piece = 0; piece < p.pieces; ++piece) dot += shared.dots[thread * p.pieces + piece];
-  p.row_dots[(row * p.heads + (mine - position * p.heads)) * p.n + (position - row * p.n)] = dot;
+  p.row_dots[query] = dot * (p.factors ? p.factors[query] : 1.0f);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -97,21 +97,20 @@ constexpr std::int64_t bias_grid(const Sizes& sizes) {
 }
 
 // Into how many slabs the rows are cut: the fewest that keep nine tenths of the device busy, if
-// there are any, each of a few rows at least.
-constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
+// there are any, each of a few rows at least. All rows have `grid` blocks, of which `at_a_time` are
+// under way.
+constexpr std::int64_t slabs_of_rows(std::int64_t grid, std::int64_t all_rows,
+                                     std::int64_t at_a_time) {
   constexpr std::int64_t kFewestRows = 4, kMostSlabs = 64;
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
-  const std::int64_t at_a_time = std::int64_t{multiprocessors} * tile.blocks;
-  const std::int64_t grid = bias_grid(sizes);
   std::int64_t best = 1;
   double most_busy = 0.0;
   for (std::int64_t slabs = 1; slabs <= kMostSlabs; ++slabs) {
-    const std::int64_t rows = ceil_div(sizes.rows, slabs);
+    const std::int64_t rows = ceil_div(all_rows, slabs);
     if (slabs > 1 && rows < kFewestRows) break;
-    if (slabs > 1 && (slabs - 1) * rows >= sizes.rows) continue;  // the last would have none
+    if (slabs > 1 && (slabs - 1) * rows >= all_rows) continue;  // the last would have none
     const std::int64_t rounds = ceil_div(grid * slabs, at_a_time) * rows;
     const double busy =
-        static_cast<double>(grid * sizes.rows) / static_cast<double>(rounds * at_a_time);
+        static_cast<double>(grid * all_rows) / static_cast<double>(rounds * at_a_time);
     if (busy > most_busy) {
       best = slabs;
       most_busy = busy;
@@ -119,6 +118,11 @@ constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
     if (most_busy >= 0.9) break;
   }
   return best;
+}
+
+constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
+  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
+  return slabs_of_rows(bias_grid(sizes), sizes.rows, std::int64_t{multiprocessors} * tile.blocks);
 }
 
 // Numbers of BackwardProblem::partial.

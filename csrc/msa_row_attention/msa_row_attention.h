@@ -152,8 +152,11 @@ struct AttendProblem {
   const void* bias = nullptr;              // stored times sqrt(dim)
   const std::uint64_t* present = nullptr;  // null: all keys are there
   void* out = nullptr;                     // (positions(), width) of type_of(mode)
-  // (all_rows(), heads, n), or null: not wanted. A weight is 2^(logit * log2(e) - this).
+  // What gives the weights again, (all_rows(), heads, n), or null: not wanted. A weight is
+  // 2^(logit * log2(e) - log_sum). In fp32, where the logarithm does not fit one number to fp32's
+  // accuracy, it is that times a factor between 1/2 and 1.
   float* log_sums = nullptr;
+  float* factors = nullptr;  // of fp32
 };
 
 void attend_sm80(const AttendProblem& problem, CUstream_st* stream);       // 16-bit modes

@@ -27,15 +27,18 @@ void run_small(const Call& call, Tensor& out) {
   small_forward_sm80(small, current_stream(out));
 }
 
-// What the backward need not compute again: the gated attention and log_sums.
+// What the backward need not compute again: the gated attention and log_sums, in fp32 with factors
+// behind.
 struct Saving {
   Tensor gated;
   Tensor log_sums;
 
   Saving(const Call& call, const Tensor& like)
       : gated(empty(like, {call.sizes().positions(), call.sizes().width()}, call.scalar())),
-        log_sums(empty(like, {call.sizes().all_rows(), call.sizes().heads, call.sizes().n},
-                       ScalarType::Float)) {}
+        log_sums(empty(
+            like,
+            {call.is_fp32() ? 2 : 1, call.sizes().all_rows(), call.sizes().heads, call.sizes().n},
+            ScalarType::Float)) {}
 };
 
 // Some rows at a time.
@@ -105,6 +108,7 @@ void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
         attend.out = further(saving->gated.mutable_data_ptr(), type, first_row * sizes.n * width);
         attend.log_sums =
             saving->log_sums.mutable_data_ptr<float>() + first_row * sizes.heads * sizes.n;
+        if (is_fp32) attend.factors = attend.log_sums + saving->log_sums.numel() / 2;
       } else {
         attend.out = memory.at(at_attended);
       }

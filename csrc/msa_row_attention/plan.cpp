@@ -36,9 +36,6 @@ std::vector<std::string> reasons_against(const Problem& problem) {
   std::vector<std::string> reasons;
   const Sizes& sizes = problem.sizes;
   if (!build_runs_on(problem.device)) reasons.push_back(build_reason(problem.device));
-  if (problem.backward && problem.result == DType::kFloat32) {
-    reasons.push_back("there is no kernel for the backward in float32 yet");
-  }
   if (problem.result == DType::kFloat64 || problem.result == DType::kOther) {
     reasons.push_back(std::string("there is no kernel for ") + name(problem.result));
   }
@@ -125,9 +122,12 @@ Choice choose(const Problem& problem) {
   }
   const std::int64_t rows = choice.groups * choice.rows;
   if (problem.backward) {
-    choice.plan.kernel =
-        "attend_statistics_sm80, backward_keys_sm80, backward_queries_sm80, backward_bias_sm80, "
-        "norm_backward_sm80, cuBLAS";
+    choice.plan.kernel = is_fp32 ? "backward_gate_sm80, backward_keys_fp32_sm80, "
+                                   "backward_queries_fp32_sm80, backward_bias_fp32_sm80, "
+                                   "norm_backward_sm80, tensor_matmul"
+                                 : "backward_gate_sm80, backward_keys_sm80, "
+                                   "backward_queries_sm80, backward_bias_sm80, "
+                                   "norm_backward_sm80, cuBLAS";
     choice.plan.launches = 14;
   } else {
     choice.plan.kernel = is_fp32 ? "prepare_sm80, bias_sm80, tensor_matmul, attend_fp32_sm80, "

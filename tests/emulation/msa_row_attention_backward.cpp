@@ -2,6 +2,7 @@
 // The backward of msa_row_attention's attention: its launchers one after the other.
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/driver.h"
+#include "msa_row_attention/add_slabs_sm80.cu"
 #include "msa_row_attention/attend_sm80.cu"
 #include "msa_row_attention/backward_bias_sm80.cu"
 #include "msa_row_attention/backward_gate_sm80.cu"
