@@ -79,8 +79,7 @@ struct GatedFp32 {
 };
 
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
-// 16 * `query_warps` queries. kSplit or kTf32. `End` stores
-// what a query has.
+// 16 * `query_warps` queries. kSplit or kTf32. `End` stores results.
 template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count,
           class End = GatedFp32>
 struct AttendFp32 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of MSA row attention between the projections and the output projection, from the
 // gradient with respect to the gated attention. Nothing but the inputs is saved by the forward.
-//   attend_statistics   the forward once more: what it gave, sums of the weights, gradient of the
-//   gate backward_keys       gradients of keys and values: a block walks the queries
+//   attend_statistics   the forward once more: its result, sums of weights, the gate's gradient
+//   backward_keys       gradients of keys and values: a block walks the queries
 //   backward_queries    of queries: a block walks the keys
 //   backward_bias       of the bias: a block walks the rows that share it
 // All but the first take weights from the logits and from what the first stored.
@@ -32,7 +32,7 @@ struct BackwardProblem {
   void* d_attended = nullptr;  // (positions(), width): of the attention
   float* log_sums = nullptr;   // (all_rows(), heads, N): a weight is 2^(logit * log2(e) - this)
   float* row_dots = nullptr;   // likewise: of the attention and its gradient
-  float* partial = nullptr;    // bias_partial_size(): sums of d_bias over some of the rows
+  float* partial = nullptr;    // bias_(fp32_)partial_size(): sums of d_bias over some of the rows
 };
 
 // 16-bit modes.
