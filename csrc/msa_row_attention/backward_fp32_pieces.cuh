@@ -14,7 +14,7 @@ struct BackwardFp32Params : BackwardParams {  // with tensors of fp32 instead of
   const float* bias = nullptr;
   const float* d_attended = nullptr;
   float* d_projected = nullptr;
-  // (log2(e) / sqrt(dim) is logit_scale, cut off, and this.
+  // log2(e) / sqrt(dim) is logit_scale, cut off, and this.
   float logit_rest = 0.0f;
 
   // 2^(logit - log_sum). Infinity times an operand's lo, which is zero or NaN, may have made a NaN
