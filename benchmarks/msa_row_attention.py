@@ -38,6 +38,10 @@ def issue(*sizes: int, **more: Any) -> Case:
     return case("issue", *sizes, device="cuda", **more)
 
 
+def lengths(*sizes: int) -> Case:
+    return case("lengths", *sizes, device="cuda", modes=("bf16",), metrics=frozenset({"time"}))
+
+
 def make_triangle(B: int, N: int, c: int, H: int, d: int) -> tuple[nn.Module, list[Tensor]]:
     module = reference.TriangleAttention(c, H, d)
     return module, [torch.randn(B, N, N, c), torch.ones(B, N, N, dtype=torch.bool)]
@@ -78,4 +82,8 @@ CASES = [
         triangle("issue", 1, n, 128, 4, 32, device="cuda", modes=("bf16",), directions=(FORWARD,))
         for n in (256, 768)
     ),
+    # Lengths that are no multiple of anything, few rows and many, heads of other widths.
+    *(lengths(1, 128, n, 256, 128, 8) for n in (77, 257, 513, 1025)),
+    *(lengths(1, rows, 256, 256, 128, 8) for rows in (1, 33, 5120)),
+    *(lengths(1, 128, 256, 256, 128, heads) for heads in (32, 16, 4)),
 ]

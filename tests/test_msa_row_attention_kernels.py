@@ -9,7 +9,16 @@ import math
 
 import pytest
 import torch
-from helpers import as_double, assert_parity, assert_result, in_double, randomize, strided
+from helpers import (
+    as_double,
+    assert_gradients,
+    assert_parity,
+    assert_result,
+    evaluate,
+    in_double,
+    randomize,
+    strided,
+)
 from test_msa_row_attention import FusedGeneral, General, mask_of
 
 import fused_ops
@@ -326,16 +335,17 @@ def test_gradients_under_autocast(place, dtype):
     pair = pair.detach().float().requires_grad_()
     mask = mask_of(1, 3, 30, device=place)
     mask[..., 0] = True
+    cotangent = torch.randn_like(msa)
     with torch.autocast(place, dtype):
-        result = fused(msa, pair, mask)
-        theirs = eager(msa, pair, mask)
-    grad = torch.randn_like(result)
-    ours = torch.autograd.grad(result, [msa, pair, *fused.parameters()], grad)
-    plain = torch.autograd.grad(theirs, [msa, pair, *eager.parameters()], grad)
-    for a, b, leaf in zip(ours, plain, [msa, pair, *fused.parameters()], strict=True):
-        assert a.dtype == leaf.dtype
-        scale = b.float().abs().max().item() + 1e-3
-        assert (a.float() - b.float()).abs().max().item() <= 0.05 * scale + 0.02
+        _, ours = evaluate(fused, [msa, pair, mask], cotangent)
+        _, theirs = evaluate(eager, [msa, pair, mask], cotangent)
+    double = [as_double(x) for x in (msa, pair)]
+    _, exact = evaluate(in_double(eager), [*double, mask], cotangent)
+    assert_gradients(ours, theirs, exact, dtype)
+    leaves = {"input 0": msa, "input 1": pair, **dict(eager.named_parameters())}
+    assert {name: x.dtype for name, x in ours.items()} == {
+        name: x.dtype for name, x in leaves.items()
+    }
 
 
 @pytest.mark.gpu
