@@ -62,7 +62,7 @@ void attend_sm80(const AttendProblem& problem, CUstream_st* stream) {
       case 1:
         return launch_attend<kMode, kWidth, 1>(sizes, p, stream);
       default:
-        if constexpr (kWidth <= 64) return launch_attend<kMode, kWidth, 2>(sizes, p, stream);
+        if constexpr (kWidth <= 48) return launch_attend<kMode, kWidth, 2>(sizes, p, stream);
     }
   });
 }

@@ -496,7 +496,7 @@ struct Attend {
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  (width <= 32 ? 512 : 256) / (32 * query_warps * row_count))
+                                  attend_threads(width) / (32 * query_warps * row_count))
     attend_kernel(const __grid_constant__ AttendParams params) {
   Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
 }

@@ -7,14 +7,14 @@ namespace fused_ops::msa_row_attention {
 
 void backward_queries_sm80(const BackwardProblem& problem, CUstream_st* stream) {
   const char* what = "msa_row_attention: launching backward_queries_sm80";
-  with_backward_tile<queries_of_warp>(
+  with_backward_tile<backward_queries_of_warp>(
       what, problem, [&](auto mode_of, auto width_of, auto tile_of) {
         constexpr Mode kMode = decltype(mode_of)::value;
         constexpr int kWidth = decltype(width_of)::value;
         constexpr int kTile = decltype(tile_of)::value;
         constexpr int kRows = kAttendTiles[kTile].rows;
         constexpr int kWarps = kAttendTiles[kTile].query_warps;
-        constexpr int kM = queries_of_warp(kWidth) / 16;
+        constexpr int kM = backward_queries_of_warp(kWidth) / 16;
         constexpr int kStages = backward_stages(kWidth, kTile);
         using Kernel = BackwardQueries<kMode, kWidth, kRows, kWarps, kM, kStages>;
         BackwardParams p = params_of(problem);

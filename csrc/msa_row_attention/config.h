@@ -29,13 +29,19 @@ struct AttendTile {
 
 constexpr AttendTile kAttendTiles[] = {{1, 4}, {2, 2}, {4, 1}};
 
-// Of a warp: 32, or 16 where a head is wide.
+// Of a warp: 32, or 16 where a head is wide. With 16 of heads of 64 as many warps fit a
+// multiprocessor as of narrow ones.
 constexpr int queries_of_warp(int width) {
-  return width > 64 ? 16 : 32;
+  return width > 48 ? 16 : 32;
 }
 
 constexpr int attend_tile_of(std::int64_t n, int width) {
-  return width > 64 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
+  return width > 48 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
+}
+
+// Of a multiprocessor.
+constexpr int attend_threads(int width) {
+  return width <= 32 || width == 64 ? 512 : 256;
 }
 
 // Likewise for fp32, a warp with 16 queries.
@@ -51,6 +57,10 @@ constexpr int fp32_keys_of_tile(int tile, int width) {
 
 // The backward has the same tiles, of queries or of keys. With keys a warp has two operands and two
 // sums in registers, so that fewer heads are narrow.
+constexpr int backward_queries_of_warp(int width) {
+  return width > 64 ? 16 : 32;
+}
+
 constexpr int keys_of_warp(int width) {
   return width > 48 ? 16 : 32;
 }
