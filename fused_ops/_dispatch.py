@@ -311,9 +311,10 @@ class Operator:
                 return None
         return (*parts, *others)
 
-    def _recall(self, args: Sequence[Any]) -> _Known | None:
-        """What is known of a call on plain tensors that nobody watches, checked now or before."""
-        if not self._nobody_watches():
+    def _recall(self, args: Sequence[Any], *, profiled: bool = False) -> _Known | None:
+        """What is known of a call on plain tensors that nobody watches, checked now or before;
+        with ``profiled`` a profiler may."""
+        if self._somebody_transforms() if profiled else not self._nobody_watches():
             return None
         signature = self._signature(args)
         if signature is None:
@@ -507,7 +508,8 @@ class Operator:
         # Batched gradients (is_grads_batched) look like plain ones.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
         if type(grad) in _PLAIN_TENSORS and not batched and not torch.is_grad_enabled():
-            known = self._recall(args)
+            # The op takes nothing saved: a profiler would see all computed again.
+            known = self._recall(args, profiled=bool(saved))
             if known is not None and not self._has_kernel("backward", known.result.device.type):
                 return self._gradients(known.result, known.backward, grad, args, needs, saved)
         return self._backward_op(grad, *args, needs)
