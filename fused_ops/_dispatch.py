@@ -312,8 +312,10 @@ class Operator:
         return (*parts, *others)
 
     def _recall(self, args: Sequence[Any], *, profiled: bool = False) -> _Known | None:
-        """What is known of a call on plain tensors that nobody watches, checked now or before;
-        with ``profiled`` a profiler may."""
+        """What is known of a call on plain tensors that nobody watches, checked now or before.
+
+        With ``profiled`` a profiler may watch.
+        """
         if self._somebody_transforms() if profiled else not self._nobody_watches():
             return None
         signature = self._signature(args)
