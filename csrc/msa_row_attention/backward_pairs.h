@@ -69,12 +69,16 @@ class PairBackward {
   void run() {
     if (sizes_.pair_channels == 0) return;
     const std::int64_t channels = sizes_.pair_channels, heads = sizes_.heads;
-    const Tensor weight = c_.matrix(c_.memory.at(at_weight_), heads, channels);
-    call_operator(
-        "aten::copy_", weight,
-        view_of(c_.call.msa, const_cast<void*>(c_.call.bias.weight.data), {heads, channels},
-                {channels, 1}, scalar_type_of(c_.call.bias.weight.type)),
-        false);
+    const Stored& stored = c_.call.bias.weight;
+    const bool rounded = stored.type != c_.call.type();
+    void* weight_data = rounded ? c_.memory.at(at_weight_) : const_cast<void*>(stored.data);
+    const Tensor weight = c_.matrix(weight_data, heads, channels);
+    if (rounded) {
+      call_operator("aten::copy_", weight,
+                    view_of(c_.call.msa, const_cast<void*>(stored.data), {heads, channels},
+                            {channels, 1}, scalar_type_of(stored.type)),
+                    false);
+    }
     const Shared shared(c_.call);
     const float* maps = add_shared(shared);
     const std::int64_t of_pair = sizes_.n * sizes_.n;

@@ -42,6 +42,35 @@ __device__ __forceinline__ float2 load_pair(const void* data, std::int64_t at, b
                      left > 1 ? load_number(data, type, at + 1) : 0.0f);
 }
 
+// Of the positions first, first + kFinishWarps, ... before `last`; loads under way eight at a time.
+template <DType type>
+__device__ __forceinline__ float2 sum_pairs(const ColumnSumsProblem& p, int column,
+                                            std::int64_t first, std::int64_t last) {
+  constexpr int kAtOnce = 8;
+  const std::int64_t step = kFinishWarps * p.grad_stride;
+  std::int64_t from = first * p.grad_stride + column;
+  float2 sum = make_float2(0.0f, 0.0f);
+  std::int64_t at = first;
+  for (; at + (kAtOnce - 1) * kFinishWarps < last; at += kAtOnce * kFinishWarps) {
+    float2 some[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) some[i] = load_pair<type>(p.grad, from + i * step, true, 2);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      sum.x += some[i].x;
+      sum.y += some[i].y;
+    }
+    from += kAtOnce * step;
+  }
+  for (; at < last; at += kFinishWarps) {
+    const float2 one = load_pair<type>(p.grad, from, true, 2);
+    sum.x += one.x;
+    sum.y += one.y;
+    from += step;
+  }
+  return sum;
+}
+
 // A block takes kSumColumns columns of a part of the positions; a warp every kFinishWarps-th one.
 template <DType grad_type, bool with_source, DType source_type>
 __global__ void __launch_bounds__(kFinishThreads)
@@ -55,8 +84,9 @@ __global__ void __launch_bounds__(kFinishThreads)
   const std::int64_t first = part * params.part_positions;
   const std::int64_t last = min(first + params.part_positions, params.positions);
   float2 sum = make_float2(0.0f, 0.0f), products = sum;
-#pragma unroll 8
-  for (std::int64_t at = first + warp; at < last; at += kFinishWarps) {
+  const bool plain = !with_source && params.pairs;
+  if (plain && left > 0) sum = sum_pairs<grad_type>(p, column, first + warp, last);
+  for (std::int64_t at = first + warp; !plain && at < last; at += kFinishWarps) {
     const float2 g = load_pair<grad_type>(p.grad, at * p.grad_stride + column, params.pairs, left);
     sum.x += g.x;
     sum.y += g.y;
