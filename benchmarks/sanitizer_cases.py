@@ -137,7 +137,8 @@ def run_attention(
     mask = torch.rand(2, rows, n) > 0.3
     mask[..., 0] = True
     mask[0, 0, n // 2 :] = False
-    triangle = fused_ops.TriangleAttention(pair_channels, 1, direction="ending").to(dtype)
+    narrow = 1 + (pair_channels - 1) // 128  # heads that kernels take
+    triangle = fused_ops.TriangleAttention(pair_channels, narrow, direction="ending").to(dtype)
     cases = ((module, (msa, pair, mask)), (module, (msa, pair[:1], None)), (triangle, (pair,)))
     for given, inputs in cases:
         results = [

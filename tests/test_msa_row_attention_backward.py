@@ -122,8 +122,8 @@ def test_any_length(n, dtype):
     check(problem(1, 3, n, 2, 32, dtype))
 
 
-@pytest.mark.parametrize("dim", [8, 24, 40, 64, 128])
-@pytest.mark.parametrize("n", [33, 70])
+@pytest.mark.parametrize("dim", [8, 24, 40, 64, 104, 128])
+@pytest.mark.parametrize("n", [9, 33, 70])
 def test_any_width(dim, n):
     check(problem(1, 2, n, 1, dim, torch.bfloat16))
 

@@ -252,6 +252,19 @@ def test_gradients_of_any_width_of_a_head(place, dtype, head_dim):
 
 
 @everywhere
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 48, 64, 100, 128])
+@pytest.mark.parametrize("n", [9, 30, 60])
+def test_many_short_rows(place, dtype, n, head_dim):
+    """More than small problems' kernels take, of rows that are shorter than a tile."""
+    rows = 3 if place == "cpu" else 4200 // n
+    fused, eager = modules(place, dtype, 48, 16, 2, head_dim)
+    msa, pair = tensors(place, dtype, (1,), rows, n, 48, 16)
+    mask = mask_of(1, rows, n, device=place)
+    check(fused, eager, msa, pair, mask, dtype)
+    check_gradients(fused, eager, msa, pair, mask, dtype)
+
+
+@everywhere
 @pytest.mark.parametrize("channels", [(1, 1, 1), (7, 5, 2), (33, 127, 5), (256, 264, 12)])
 def test_gradients_of_any_channels(place, dtype, channels):
     c, z, heads = channels

@@ -56,14 +56,12 @@ void attend_sm80(const AttendProblem& problem, CUstream_st* stream) {
   with_mode_and_width(kWhat, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr Mode kMode = decltype(mode_of)::value;
     constexpr int kWidth = decltype(width_of)::value;
-    switch (attend_tile_of(sizes.n, kWidth)) {
-      case 0:
-        return launch_attend<kMode, kWidth, 0>(sizes, p, stream);
-      case 1:
-        return launch_attend<kMode, kWidth, 1>(sizes, p, stream);
-      default:
-        if constexpr (kWidth <= 48) return launch_attend<kMode, kWidth, 2>(sizes, p, stream);
+    const int tile = attend_tile_of(sizes.n, kWidth);
+    if (tile == 0) return launch_attend<kMode, kWidth, 0>(sizes, p, stream);
+    if constexpr (kWidth <= 64) {
+      if (tile == 1) return launch_attend<kMode, kWidth, 1>(sizes, p, stream);
     }
+    if constexpr (kWidth <= 48) launch_attend<kMode, kWidth, 2>(sizes, p, stream);
   });
 }
 

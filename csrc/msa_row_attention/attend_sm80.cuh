@@ -52,6 +52,7 @@ struct Attend {
   // A thread has one piece of a line, of every kKeyStep-th line.
   static constexpr int kPieceRoom = Line::kPieceRoom;
   static constexpr int kKeyStep = kRowThreads / kPieceRoom;
+  static_assert(Line::repeats_after(kKeyStep));
 
   static constexpr int kStageBytes = row_count * 2 * kKeys * kPitch;
   static constexpr int kTileBytes = kKeys * kPitch;  // of a row's keys, or of its values

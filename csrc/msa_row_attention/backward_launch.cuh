@@ -56,16 +56,12 @@ void with_backward_tile(const char* what, const BackwardProblem& problem, Call c
   if (sizes.positions() == 0 || sizes.heads == 0) return;
   with_mode_and_width(what, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr int kWidth = decltype(width_of)::value;
-    switch (backward_tile_of(sizes.n, of_warp(kWidth))) {
-      case 0:
-        return call(mode_of, width_of, std::integral_constant<int, 0>());
-      case 1:
-        return call(mode_of, width_of, std::integral_constant<int, 1>());
-      default:
-        if constexpr (of_warp(kWidth) == 32) {
-          return call(mode_of, width_of, std::integral_constant<int, 2>());
-        }
+    const int tile = backward_tile_of(sizes.n, of_warp(kWidth), kWidth);
+    if (tile == 0) return call(mode_of, width_of, std::integral_constant<int, 0>());
+    if constexpr (kWidth <= 64) {
+      if (tile == 1) return call(mode_of, width_of, std::integral_constant<int, 1>());
     }
+    if constexpr (kWidth <= 48) call(mode_of, width_of, std::integral_constant<int, 2>());
   });
 }
 

@@ -101,6 +101,7 @@ __device__ __forceinline__ void copy_pieces(sm80::SharedAddress to, const std::u
                                             unsigned stride, bool inside, unsigned line,
                                             IsHere is_here) {
   constexpr int kLineStep = threads / Lines<width>::kPieceRoom;
+  static_assert(Lines<width>::repeats_after(kLineStep));
 #pragma unroll
   for (int i = 0; i < line_count; i += kLineStep) {
     // Lines kLineStep apart have their pieces in the same order.
@@ -120,6 +121,7 @@ __device__ __forceinline__ void copy_two_lines(sm80::SharedAddress to_first,
                                                unsigned thread, std::uint64_t here) {
   using Line = Lines<width>;
   constexpr int kLineStep = threads / Line::kPieceRoom;
+  static_assert(Line::repeats_after(kLineStep));
   const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
   if (piece >= Line::kPieces) return;
   const unsigned at = Line::piece_at(line, piece);

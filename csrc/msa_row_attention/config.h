@@ -35,8 +35,9 @@ constexpr int queries_of_warp(int width) {
   return width > 48 ? 16 : 32;
 }
 
+// The threads of a row of wide heads copy no fewer than eight lines at a time.
 constexpr int attend_tile_of(std::int64_t n, int width) {
-  return width > 48 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
+  return width > 64 ? 0 : width > 48 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
 }
 
 // Of a multiprocessor.
@@ -65,8 +66,8 @@ constexpr int keys_of_warp(int width) {
   return width > 48 ? 16 : 32;
 }
 
-constexpr int backward_tile_of(std::int64_t n, int of_warp) {
-  return n > 2 * of_warp ? 0 : n > of_warp || of_warp == 16 ? 1 : 2;
+constexpr int backward_tile_of(std::int64_t n, int of_warp, int width) {
+  return width > 64 || n > 2 * of_warp ? 0 : width > 48 || n > of_warp ? 1 : 2;
 }
 
 // Of the ring. One where short rows have a single tile to walk.

@@ -39,6 +39,9 @@ struct Lines {
   // Of so many threads each has one piece of a line, or none.
   static constexpr int kPieceRoom = kPieces <= 2 ? 2 : kPieces <= 4 ? 4 : kPieces <= 8 ? 8 : 16;
 
+  // Whether pieces are in the same order in lines so far apart.
+  static constexpr bool repeats_after(int lines) { return width == 48 || lines % 8 == 0; }
+
   // Where a piece of a line is: pieces of eight lines, one below the other, lie in different banks.
   static __device__ __forceinline__ unsigned piece_at(unsigned line, unsigned piece) {
     constexpr int kLines = width >= 64 ? 1 : 64 / width;  // of 128 bytes
