@@ -85,13 +85,14 @@ constexpr BiasTile bias_tile(int width, bool large) {
                       : BiasTile{8, 2, 1, 2, 1};
 }
 
-constexpr bool is_large_bias(std::int64_t n) {
-  return n > 64;
+// With dropout registers come first.
+constexpr bool is_large_bias(std::int64_t n, bool dropout) {
+  return n > 64 && !dropout;
 }
 
 // Blocks for all rows.
-constexpr std::int64_t bias_grid(const Sizes& sizes) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
+constexpr std::int64_t bias_grid(const Sizes& sizes, bool dropout) {
+  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n, dropout));
   return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
          ceil_div(sizes.n, tile.keys());
 }
@@ -120,15 +121,16 @@ constexpr std::int64_t slabs_of_rows(std::int64_t grid, std::int64_t all_rows,
   return best;
 }
 
-constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
-  return slabs_of_rows(bias_grid(sizes), sizes.rows, std::int64_t{multiprocessors} * tile.blocks);
+constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors, bool dropout) {
+  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n, dropout));
+  return slabs_of_rows(bias_grid(sizes, dropout), sizes.rows,
+                       std::int64_t{multiprocessors} * tile.blocks);
 }
 
 // Numbers of BackwardProblem::partial.
 constexpr std::int64_t bias_partial_size(const Sizes& sizes, int multiprocessors,
-                                         bool accumulate = false) {
-  const std::int64_t slabs = bias_slabs(sizes, multiprocessors);
+                                         bool accumulate = false, bool dropout = false) {
+  const std::int64_t slabs = bias_slabs(sizes, multiprocessors, dropout);
   return slabs == 1 && !accumulate ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
 }
 
