@@ -87,9 +87,9 @@ def run(projected, bias, mask, d_gated, p, *, first_row=0, dropout_seed=3, **set
     return results
 
 
-def truth(projected, bias, mask, d_gated, kept_weights):
+def truth(projected, bias, mask, d_gated, kept_weights, dtype=torch.float64):
     """Autograd in float64, with the kept weights' factors given."""
-    leaves = projected.double().requires_grad_(), bias.double().requires_grad_()
+    leaves = projected.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()
     q, k, v, gate = leaves[0].unbind(3)
     logits = torch.einsum("grihd,grjhd->grhij", q, k) / math.sqrt(q.shape[-1])
     logits = logits + leaves[1][:, None]
@@ -98,8 +98,9 @@ def truth(projected, bias, mask, d_gated, kept_weights):
     weights = torch.softmax(logits, -1)
     if mask is not None:
         weights = weights.masked_fill(~mask.any(-1)[:, :, None, None, None], 0.0)
-    gated = torch.einsum("grhij,grjhd->grihd", weights * kept_weights, v) * gate.sigmoid()
-    d_projected, d_bias = torch.autograd.grad(gated, leaves, d_gated.double())
+    gated = torch.einsum("grhij,grjhd->grihd", weights * kept_weights.to(dtype), v)
+    gated = gated * gate.sigmoid()
+    d_projected, d_bias = torch.autograd.grad(gated, leaves, d_gated.to(dtype))
     results = dict(zip(NAMES, d_projected.unbind(3), strict=False))
     return results | {"gated": gated.detach(), "dbias": d_bias}
 

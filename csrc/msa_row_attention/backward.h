@@ -52,6 +52,9 @@ void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_keys_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_queries_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_bias_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_keys_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_queries_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_bias_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
 
 // kTf32, kSplit.
 void backward_keys_fp32_sm80(const BackwardProblem& problem, CUstream_st* stream);

@@ -114,11 +114,9 @@ class Backward {
         some.groups = groups;
         some.rows = rows;
         if (groups * rows == 0) continue;
-        const bool adds = rows < sizes_.rows;
-        most = std::max(
-            most, c_.call.is_fp32()
-                      ? bias_fp32_partial_size(some, multiprocessors(), adds)
-                      : bias_partial_size(some, multiprocessors(), adds, c_.call.seed != nullptr));
+        const bool adds = rows < sizes_.rows, drops = c_.call.seed != nullptr;
+        const auto size = c_.call.is_fp32() ? bias_fp32_partial_size : bias_partial_size;
+        most = std::max(most, size(some, multiprocessors(), adds, drops));
       }
     }
     return most;
@@ -190,13 +188,15 @@ class Backward {
       p.partial = c_.memory.at<float>(at_partial_);
       p.d_bias = pairs_.d_bias() + group * sizes_.heads * sizes_.n * sizes_.n;
       p.accumulate = row > 0;
-      through_attention(p, backward_bias_sm80, backward_bias_dropout_sm80, backward_bias_fp32_sm80);
+      run(p, backward_bias_sm80, backward_bias_dropout_sm80, backward_bias_fp32_sm80,
+          backward_bias_fp32_dropout_sm80);
     }
     if (!needs_projected()) return;
     if (needs_weights() || needs_source()) {
-      through_attention(p, backward_keys_sm80, backward_keys_dropout_sm80, backward_keys_fp32_sm80);
-      through_attention(p, backward_queries_sm80, backward_queries_dropout_sm80,
-                        backward_queries_fp32_sm80);
+      run(p, backward_keys_sm80, backward_keys_dropout_sm80, backward_keys_fp32_sm80,
+          backward_keys_fp32_dropout_sm80);
+      run(p, backward_queries_sm80, backward_queries_dropout_sm80, backward_queries_fp32_sm80,
+          backward_queries_fp32_dropout_sm80);
     }
     if (c_.needs(kGateBias)) {
       c_.sum_columns(gate_sums_, part, further(p.d_projected, c_.call.type(), 3 * width),
@@ -211,11 +211,12 @@ class Backward {
     }
   }
 
-  // One of a kernel's launchers: of 16 bits, with dropout; and of fp32.
+  // One of a kernel's launchers: of 16 bits without dropout and with it, of fp32 likewise.
   using Launcher = void(const BackwardProblem&, CUstream_st*);
-  void through_attention(const BackwardProblem& p, Launcher* plain, Launcher* dropout,
-                         Launcher* fp32) const {
-    (c_.call.is_fp32() ? fp32 : c_.call.seed ? dropout : plain)(p, c_.stream);
+  void run(const BackwardProblem& p, Launcher* plain, Launcher* dropout, Launcher* plain_fp32,
+           Launcher* dropout_fp32) const {
+    const bool drops = c_.call.seed != nullptr;
+    (c_.call.is_fp32() ? drops ? dropout_fp32 : plain_fp32 : drops ? dropout : plain)(p, c_.stream);
   }
 
   // What the forward has stored of these rows, or would have.

@@ -159,8 +159,8 @@ struct Call {
   }
 
   void attend(const AttendProblem& p, CUstream_st* stream) const {
-    if (is_fp32()) return attend_fp32_sm80(p, stream);
-    seed ? attend_dropout_sm80(p, stream) : attend_sm80(p, stream);
+    if (is_fp32()) return (seed ? attend_fp32_dropout_sm80 : attend_fp32_sm80)(p, stream);
+    (seed ? attend_dropout_sm80 : attend_sm80)(p, stream);
   }
 
   // The problem of a part of the rows: `group` and `row` are its first ones.

@@ -170,6 +170,7 @@ struct AttendProblem {
 
 void attend_sm80(const AttendProblem& problem, CUstream_st* stream);  // 16-bit modes
 void attend_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
+void attend_fp32_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
 void attend_fp32_sm80(const AttendProblem& problem, CUstream_st* stream);  // kTf32, kSplit
 
 // out = product + bias, of (rows, channels) and (channels). For fp32, whose products come from

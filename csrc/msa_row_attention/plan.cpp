@@ -43,9 +43,6 @@ std::vector<std::string> reasons_against(const Problem& problem) {
     reasons.push_back(std::string("kernels read float32, bfloat16 and float16, got ") +
                       name(problem.msa));
   }
-  if (problem.dropout && problem.result == DType::kFloat32) {
-    reasons.push_back("there is no kernel with dropout for float32 yet");
-  }
   if (sizes.head_dim < 1 || sizes.head_dim > kMostDim) {
     reasons.push_back("kernels have heads of width 1 to " + std::to_string(kMostDim) + ", got " +
                       std::to_string(sizes.head_dim));
@@ -141,7 +138,7 @@ Choice choose(const Problem& problem) {
   choice.plan.launches += problem.dropout ? 1 : 0;
   const int head = width_of(sizes.dim);
   if (is_fp32) {
-    const int index = attend_fp32_tile_of(sizes.n);
+    const int index = problem.dropout ? 0 : attend_fp32_tile_of(sizes.n);
     const AttendTile& tile = kAttendFp32Tiles[index];
     choice.plan.tile = {tile.rows, tile.query_warps * 16, fp32_keys_of_tile(index, head)};
   } else {
