@@ -95,11 +95,16 @@ class General(torch.nn.Module):
             absent = (mask == 0).expand(msa.shape[:-1])
             none = absent.all(-1, keepdim=True)
             logits = logits.masked_fill((absent & ~none)[..., None, None, :], float("-inf"))
-        attended = torch.einsum("...shij,...sjhd->...sihd", torch.softmax(logits, -1), v)
+        weights = self.drop(torch.softmax(logits, -1))
+        attended = torch.einsum("...shij,...sjhd->...sihd", weights, v)
         attended = attended.flatten(-2)
         if mask is not None:
             attended = attended.masked_fill(none[..., None], 0.0)
         return self.out_proj(torch.sigmoid(self.gate(x)) * attended)
+
+    def drop(self, weights):
+        """For dropout: (..., S, heads, N, N)."""
+        return weights
 
 
 class FusedGeneral(torch.nn.Module):
@@ -109,7 +114,7 @@ class FusedGeneral(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, msa, pair, mask=None):
+    def forward(self, msa, pair, mask=None, **options):
         m = self.inner
         norm = m.pair_norm if isinstance(m.pair_norm, torch.nn.LayerNorm) else None
         return msa_row_attention(
@@ -129,6 +134,7 @@ class FusedGeneral(torch.nn.Module):
             m.num_heads,
             pair_norm_weight=None if norm is None else norm.weight,
             pair_norm_bias=None if norm is None else norm.bias,
+            **options,
         )
 
 
@@ -457,10 +463,11 @@ def dropped_counts(p, n=64, s=32, heads=4, seed=7, lead=(2,), device="cpu"):
     return result * n * (1 - round(p * 65536) / 65536)
 
 
-def kept(p, seed, rows, n, heads):
+def kept(p, seed, rows, n, heads, device="cpu"):
     """Which weights are kept, as the composition has it: (rows, heads, n, n)."""
-    layout = composition._Layout.of(torch.zeros(rows, n, 1), torch.zeros(n, n, 1), heads, heads)
-    drop = composition._Dropout.make(torch.tensor([seed]), p, layout)
+    tensors = (torch.zeros(rows, n, 1, device=device), torch.zeros(n, n, 1, device=device))
+    layout = composition._Layout.of(*tensors, heads, heads)
+    drop = composition._Dropout(torch.tensor([seed], device=device), p, layout)
     chunk = composition._Chunk(
         slice(0, rows), slice(0, heads), slice(0, n), slice(0, rows * heads), True, True
     )

@@ -66,8 +66,8 @@ def check(given, p=0.3, *, most=3.0, floor=2e-7, first_row=0, dropout_seed=3, **
 
 @pytest.mark.parametrize("n", [1, 2, 17, 64, 77, 141])
 def test_any_length(n):
-    # A single key has no gradient but what roundings leave: with the factor and its inverse there are
-    # two more, and 4.2 was measured.
+    # A single key has no gradient but what roundings leave: with the factor and its inverse there
+    # are two more, and 4.2 was measured.
     check(problem(1, 3, n, 2, 32), most=6.0 if n == 1 else 3.0)
 
 
