@@ -85,14 +85,26 @@ constexpr BiasTile bias_tile(int width, bool large) {
                       : BiasTile{8, 2, 1, 2, 1};
 }
 
-// With dropout registers come first.
-constexpr bool is_large_bias(std::int64_t n, bool dropout) {
-  return n > 64 && !dropout;
+constexpr bool is_large_bias(std::int64_t n) {
+  return n > 64;
+}
+
+// With dropout one tile, whatever the length: the large one of narrow heads would spill 48 bytes
+// and more of 128 registers, and of wide ones leaves no shared memory for keys of the hash.
+constexpr bool kLargeDropoutBias = false;
+
+constexpr BiasTile dropout_bias_tile(int width) {
+  return bias_tile(width, kLargeDropoutBias && width <= 32);
+}
+
+constexpr BiasTile bias_tile_of(const Sizes& sizes, bool dropout) {
+  const int width = width_of(sizes.dim);
+  return dropout ? dropout_bias_tile(width) : bias_tile(width, is_large_bias(sizes.n));
 }
 
 // Blocks for all rows.
 constexpr std::int64_t bias_grid(const Sizes& sizes, bool dropout) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n, dropout));
+  const BiasTile tile = bias_tile_of(sizes, dropout);
   return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
          ceil_div(sizes.n, tile.keys());
 }
@@ -122,7 +134,7 @@ constexpr std::int64_t slabs_of_rows(std::int64_t grid, std::int64_t all_rows,
 }
 
 constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors, bool dropout) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n, dropout));
+  const BiasTile tile = bias_tile_of(sizes, dropout);
   return slabs_of_rows(bias_grid(sizes, dropout), sizes.rows,
                        std::int64_t{multiprocessors} * tile.blocks);
 }
