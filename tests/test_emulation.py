@@ -37,6 +37,7 @@ PLANTED = {
     "unaligned_copy": r"cp_async_16: the address in global memory is not aligned",
     "unaligned_matrix": r"ldmatrix_x4: the address in shared memory is not aligned",
     "unaligned_load": r"load_shared_16: the address in shared memory is not aligned",
+    "unaligned_short_load": r"load_shared_8: the address in shared memory is not aligned",
     "unaligned_store": r"faults\.cpp:\d+:\d+: runtime error: store to misaligned address",
     "divergent_barrier": r"divergent block: one thread is in __syncthreads",
     "divergent_warp": r"divergent warp: one lane is in mma_f16",
@@ -274,9 +275,10 @@ def test_ldmatrix(trans):
 
 def test_shared_words():
     words = torch.arange(128, dtype=torch.int32).view(32, 4) + 1000
-    out = driver("instructions").run("shared_load", {"words": words})["out"]
+    out = driver("instructions").run("shared_load", {"words": words})
     words[:, 3] = 0  # of no bytes
-    assert torch.equal(out.view(torch.int32).view(32, 4), words)
+    assert torch.equal(out["out"].view(torch.int32).view(32, 4), words)
+    assert torch.equal(out["halves"].view(torch.int32).view(32, 2), words[:, 2:])
 
 
 def test_transpose_8x8():

@@ -95,11 +95,16 @@ class General(torch.nn.Module):
             absent = (mask == 0).expand(msa.shape[:-1])
             none = absent.all(-1, keepdim=True)
             logits = logits.masked_fill((absent & ~none)[..., None, None, :], float("-inf"))
-        attended = torch.einsum("...shij,...sjhd->...sihd", torch.softmax(logits, -1), v)
+        weights = self.drop(torch.softmax(logits, -1))
+        attended = torch.einsum("...shij,...sjhd->...sihd", weights, v)
         attended = attended.flatten(-2)
         if mask is not None:
             attended = attended.masked_fill(none[..., None], 0.0)
         return self.out_proj(torch.sigmoid(self.gate(x)) * attended)
+
+    def drop(self, weights):
+        """For dropout: (..., S, heads, N, N)."""
+        return weights
 
 
 class FusedGeneral(torch.nn.Module):
@@ -109,7 +114,7 @@ class FusedGeneral(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, msa, pair, mask=None):
+    def forward(self, msa, pair, mask=None, **options):
         m = self.inner
         norm = m.pair_norm if isinstance(m.pair_norm, torch.nn.LayerNorm) else None
         return msa_row_attention(
@@ -129,6 +134,7 @@ class FusedGeneral(torch.nn.Module):
             m.num_heads,
             pair_norm_weight=None if norm is None else norm.weight,
             pair_norm_bias=None if norm is None else norm.bias,
+            **options,
         )
 
 
@@ -454,7 +460,72 @@ def dropped_counts(p, n=64, s=32, heads=4, seed=7, lead=(2,), device="cpu"):
         "ieee",
         None,
     )
-    return result * n * (1 - p)
+    return result * n * (1 - round(p * 65536) / 65536)
+
+
+def kept(p, seed, rows, n, heads, device="cpu"):
+    """Which weights are kept, as the composition has it: (rows, heads, n, n)."""
+    tensors = (torch.zeros(rows, n, 1, device=device), torch.zeros(n, n, 1, device=device))
+    layout = composition._Layout.of(*tensors, heads, heads)
+    drop = composition._Dropout(torch.tensor([seed], device=device), p, layout)
+    chunk = composition._Chunk(
+        slice(0, rows), slice(0, heads), slice(0, n), slice(0, rows * heads), True, True
+    )
+    return drop.keep(chunk, slice(0, rows), torch.float32).view(rows, heads, n, n).bool()
+
+
+def hashed(seed, row, heads, head, i, j):
+    """The number of one weight, in Python's integers."""
+    word, long = (1 << 32) - 1, (1 << 64) - 1
+
+    def mix(x):
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = (x ^ (x >> 33)) * factor & long
+        return x ^ (x >> 33)
+
+    golden = 0x9E3779B97F4A7C15
+    key = mix(((row * heads + head) * golden + mix(seed & long)) & long)
+    key = mix((key + i * golden) & long)
+    x = ((key & word) + (j >> 1) * 0x9E3779B9) & word
+    x = (x ^ (x >> 16)) * 0x7FEB352D & word
+    x = (x ^ (x >> 15) ^ (key >> 32)) * 0x846CA68B & word
+    x ^= x >> 16
+    return x >> 16 if j % 2 else x & 0xFFFF
+
+
+@pytest.mark.parametrize("seed", [0, 7, -(1 << 63), -123456789012345])
+def test_dropout_is_the_hash_of_the_docs(seed):
+    for p, n in ((0.3, 7), (0.5 / 65536, 4), (1 - 1 / 65536, 9), (1.0, 3)):
+        mask = kept(p, seed, 3, n, 2)
+        for at in torch.cartesian_prod(*(torch.arange(size) for size in mask.shape)).tolist():
+            row, head, i, j = at
+            expected = hashed(seed, row, 2, head, i, j) >= round(p * 65536)
+            assert mask[row, head, i, j].item() == expected
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_of_neighbours_is_independent(p):
+    """Pearson's statistic of what four weights do together: neighbours along two axes (seed, row,
+    head, query, key), or four in a row along one, from even and odd positions on."""
+    share = round(p * 65536) / 65536
+    mask = torch.stack([kept(p, seed, 8, 64, 8) for seed in range(8)]).long()
+    bits = (torch.arange(16)[:, None] >> torch.arange(4)) & 1
+    odds = torch.where(bits == 1, 1 - share, share).double().prod(1)
+    for one in range(mask.dim()):
+        for other in range(one, mask.dim()):
+            for first in (0, 1):
+                pattern = mask.movedim(one, 0)[first:].unfold(
+                    0, *((4, 4) if one == other else (2, 2))
+                )
+                if one != other:
+                    pattern = pattern.movedim(-1, 0)  # (2, pairs, the other axes)
+                    pattern = pattern.movedim(other + 1, 0)[first:].unfold(0, 2, 2).movedim(1, -1)
+                    pattern = pattern.flatten(-2)
+                code = (pattern.reshape(-1, 4) * torch.tensor([1, 2, 4, 8])).sum(1)
+                counts = torch.bincount(code, minlength=16).double()
+                expected = odds * len(code)
+                statistic = ((counts - expected).square() / expected).sum().item()
+                assert statistic < 60, (one, other, first)  # 15 degrees of freedom
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

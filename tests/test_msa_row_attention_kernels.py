@@ -19,11 +19,12 @@ from helpers import (
     randomize,
     strided,
 )
-from test_msa_row_attention import FusedGeneral, General, mask_of
+from test_msa_row_attention import FusedGeneral, General, kept, mask_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_ops
 from fused_ops import reference
+from fused_ops.msa_row_attention import op
 from fused_ops.testing import relative_error
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -416,6 +417,122 @@ def test_gradients_of_more_than_is_taken_at_a_time(groups, rows):
     for ours, exact in zip(whole, sums, strict=True):
         # What shifts all logits of a query alike has no gradient but noise.
         assert (ours.double() - exact).norm() <= 0.02 * exact.norm() + 1e-3 * largest
+
+
+# Dropout -----------------------------------------------------------------------------------------
+
+SEED = -(1 << 60) + 12345
+
+
+class Dropping(General):
+    """The reference with the very weights dropped that the hash of the docs tells."""
+
+    def __init__(self, *args, p, **options):
+        super().__init__(*args, **options)
+        self.p = p
+
+    def drop(self, weights):
+        heads, n = weights.shape[-3:-1]
+        keep = kept(self.p, SEED, weights[..., 0, 0, 0].numel(), n, heads, weights.device)
+        dropped = round(self.p * 65536)
+        factor = 65536 / (65536 - dropped) if dropped < 65536 else 0.0
+        return weights * (keep.view(weights.shape) * factor).to(weights.dtype)
+
+
+class FusedDropping(FusedGeneral):
+    def forward(self, msa, pair, mask=None):
+        return super().forward(msa, pair, mask, dropout=self.inner.p)
+
+
+@pytest.fixture
+def dropping(monkeypatch):
+    """As :func:`modules`, with a probability; the seed is the same each time."""
+    monkeypatch.setattr(
+        op, "draw_dropout_seed", lambda like: torch.tensor([SEED], device=like.device)
+    )
+
+    def make(place, dtype, *sizes, p, **options):
+        eager = Dropping(*sizes, p=p, **options).to(place, dtype)
+        return FusedDropping(eager), eager
+
+    return make
+
+
+@everywhere
+@pytest.mark.parametrize("n, head_dim", [(1, 8), (2, 16), (17, 8), (33, 24), (77, 32), (257, 16)])
+def test_dropout_of_any_length(place, dtype, n, head_dim, dropping):
+    if place == "cpu" and n > 100:
+        n = n // 8 + 1
+    fused, eager = dropping(place, dtype, 40, 24, 3, head_dim, p=0.3)
+    msa, pair = tensors(place, dtype, (2,), 5, n, 40, 24)
+    check_gradients(fused, eager, msa, pair, mask_of(2, 5, n, device=place), dtype)
+    check_gradients(fused, eager, msa, pair, None, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("head_dim", [1, 17, 40, 64, 100, 128])
+def test_dropout_of_any_width_of_a_head(place, dtype, head_dim, dropping):
+    fused, eager = dropping(place, dtype, 48, 16, 2, head_dim, p=0.2, bias=False)
+    n = 21 if place == "cpu" else 90
+    msa, pair = tensors(place, dtype, (1,), 3, n, 48, 16)
+    check_gradients(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("p", [2**-18, 2**-16, 0.01, 0.9])
+def test_dropout_of_any_probability(place, dtype, p, dropping):
+    fused, eager = dropping(place, dtype, 24, 16, 2, 16, p=p)
+    n = 21 if place == "cpu" else 130
+    msa, pair = tensors(place, dtype, (1,), 3, n, 24, 16)
+    check_gradients(fused, eager, msa, pair, mask_of(1, 3, n, device=place), dtype)
+
+
+@everywhere
+def test_dropout_of_all(place, dtype, dropping):
+    fused, eager = dropping(place, dtype, 24, 16, 2, 16, p=1.0)
+    n = 21 if place == "cpu" else 130
+    msa, pair = tensors(place, dtype, (1,), 3, n, 24, 16)
+    result = fused(msa, pair, mask_of(1, 3, n, device=place))
+    assert torch.equal(result, eager.out_proj.bias.expand_as(result))
+    assert not any(g.any() for g in torch.autograd.grad(result.float().sum(), [msa, pair]))
+
+
+@everywhere
+@pytest.mark.parametrize("lead, pair_lead", LEADS)
+def test_dropout_of_leading_axes(place, dtype, lead, pair_lead, dropping):
+    """Rows count in the caller's order, whatever order they are taken in."""
+    fused, eager = dropping(place, dtype, 24, 16, 2, 8, p=0.3)
+    msa, pair = tensors(place, dtype, lead, 3, 21, 24, 16, pair_lead)
+    mask = mask_of(*lead, 3, 21, device=place)
+    check_gradients(fused, eager, msa, pair, mask, dtype)
+
+
+@everywhere
+def test_dropout_without_gradients_is_the_same(place, dtype, dropping):
+    """Whether the forward saves for the backward or not."""
+    fused, _ = dropping(place, dtype, 24, 16, 2, 8, p=0.3)
+    msa, pair = tensors(place, dtype, (2,), 3, 70, 24, 16)
+    expected = fused(msa, pair)
+    with torch.no_grad():
+        assert torch.equal(fused(msa, pair), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups, rows", [(1, 9000), (40, 220)])
+def test_dropout_of_more_than_is_taken_at_a_time(groups, rows, dropping):
+    fused, eager = dropping("cuda", torch.bfloat16, 16, 8, 8, 32, p=0.25)
+    msa, pair = tensors("cuda", torch.bfloat16, (groups,), rows, 64, 16, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(msa, pair), eager(msa, pair), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+def test_dropout_has_kernels():
+    for dtype, kernel in ((torch.bfloat16, "attend_dropout"), (torch.float32, "fp32_dropout")):
+        module = fused_ops.MSARowAttention(64, 16, 4, dropout=0.1).to("cuda", dtype)
+        msa, pair = tensors("cuda", dtype, (1,), 3, 30, 64, 16)
+        plan = fused_ops.explain(module, msa, pair)
+        assert plan.path == "kernel" and kernel in plan.kernel
 
 
 def _poison() -> None:

@@ -337,6 +337,7 @@ def test_the_planner_takes_two_launches_where_they_fit():
     assert plan(1, 0, 32, 64, 32, 4, 16)["kernel"] == "none for an empty result"
     for large in ((1, 128, 256, 256, 128, 8, 32), (1, 1, 129, 64, 32, 4, 16)):
         assert "attend_sm80" in plan(*large, dtype="bfloat16")["kernel"]
-    assert plan(*headline, dropout=1)["path"] == "composition"
+    assert "attend_fp32_dropout_sm80" in plan(*headline, dropout=1)["kernel"]
+    assert "attend_dropout_sm80" in plan(*headline, dropout=1, dtype="bfloat16")["kernel"]
     assert plan(*headline, dtype="float64")["path"] == "composition"
     assert plan(*headline, backward=True)["kernel"] != "small_sm80"

@@ -20,6 +20,7 @@
 #include "common/cuda/sm80/instructions.cuh"
 #include "msa_row_attention/attend_fp32_operands.cuh"
 #include "msa_row_attention/config.h"
+#include "msa_row_attention/dropout.cuh"
 #include "msa_row_attention/msa_row_attention.h"
 
 namespace fused_ops::msa_row_attention {
@@ -45,11 +46,13 @@ struct AttendFp32Params {
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim), cut off
   float logit_rest = 0.0f;   // what was; above zero, so that it makes no NaN of -inf
   float slack_scale = 0.0f;  // 1 / logit_scale
+  Dropout dropout;
 };
 
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
 // 16 * `query_warps` queries. kSplit or kTf32.
-template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count,
+          bool dropout = false>
 struct AttendFp32 {
   using Operands = Fp32Operands<mode, width>;
   static constexpr bool kSplit = Operands::kSplit;
@@ -100,6 +103,7 @@ struct AttendFp32 {
   float sums[2];   // of the weights that this lane has
   float shift[2];  // what is subtracted from each of the thread's queries' exponents
   float limit[2];  // the logit from which on it is too little
+  uint2 dropout_keys[2];
 
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int g() const { return thread / 4 % 8; }
@@ -181,6 +185,12 @@ struct AttendFp32 {
 #pragma unroll
       for (int s = 0; s < kInner; ++s) query[kKeepsQueries ? s : 0] = split_query(s);
     }
+#pragma unroll
+    for (int h = 0; dropout && h < 2; ++h) {
+      const auto* keys = reinterpret_cast<const uint2*>(p.dropout.keys);
+      dropout_keys[h] =
+          query_at(h) < p.n ? keys[(row * p.heads + head) * p.n + query_at(h)] : make_uint2(0, 0);
+    }
     bool any = walk<false>();
     // The barrier also stands between the last reading of shared memory and the next writing.
     if (kSplit && __syncthreads_or(exists && has_nan())) {
@@ -245,7 +255,8 @@ struct AttendFp32 {
         const bool is_last = tile + 1 == p.tiles && i + 1 == kSteps;  // reads its own again
         bias += is_last ? 0 : kBlocks * kBiasNumbers;
         if (some != 0) {
-          step<careful>(keys, some, some != kAll);
+          step<careful>(keys, some, some != kAll,
+                        static_cast<unsigned>(tile * (kKeys / 2) + i * (kStep / 2)));
         } else {
           load_bias();
           const Logits zeros = {};  // for NaN among the values
@@ -262,7 +273,7 @@ struct AttendFp32 {
 
   template <bool careful>
   __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t present,
-                                       bool some_absent) {
+                                       bool some_absent, unsigned pair) {
     Logits logits;
     multiply_keys(logits, keys);
     if (careful) repair_logits(logits, keys);
@@ -275,6 +286,7 @@ struct AttendFp32 {
     if (some_absent) remove_absent(logits, present);
     follow_largest(logits);
     weigh(logits);
+    if (dropout) drop(logits, (pair + t()) * kDropoutStep);
     add_values<careful>(logits, keys + kTileBytes);
   }
 
@@ -449,6 +461,20 @@ struct AttendFp32 {
     }
   }
 
+  // `offset` is that of the hash at the lane's first keys.
+  __device__ __forceinline__ void drop(Logits& weights, std::uint32_t offset) const {
+#pragma unroll
+    for (int j = 0; j < 2 * kBlocks; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto numbers = dropout_numbers(dropout_keys[h], offset + j * 4 * kDropoutStep);
+        // Times zero, for NaN stays what it is.
+        if (!keeps_first(numbers, p.dropout.threshold)) weights[j][2 * h] *= 0.0f;
+        if (!keeps_second(numbers, p.dropout.threshold)) weights[j][2 * h + 1] *= 0.0f;
+      }
+    }
+  }
+
   // The weights times the values, 16 keys at a time.
   template <bool careful>
   __device__ __forceinline__ void add_values(const Logits& weights, const unsigned char* values) {
@@ -513,7 +539,7 @@ struct AttendFp32 {
   // The result: weighted values over the sum of the weights, times the gate. Zeros where no key is
   // there.
   __device__ __forceinline__ void store(int h, bool any) const {
-    const float inverse = 1.0f / sums[h];
+    const float inverse = (dropout ? p.dropout.factor : 1.0f) / sums[h];
     const int at = query_at(h);
     float* out = p.out + (row * p.n + at) * p.width + head * p.dim;
 #pragma unroll
@@ -571,10 +597,11 @@ struct AttendFp32 {
   }
 };
 
-template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int keys_of_tile, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps * row_count, width <= 32 ? 3 : 2)
     attend_fp32_kernel(const __grid_constant__ AttendFp32Params params) {
-  AttendFp32<mode, width, row_count, query_warps, keys_of_tile, stage_count>::run(params);
+  AttendFp32<mode, width, row_count, query_warps, keys_of_tile, stage_count, dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -9,6 +9,7 @@
 // product with v.
 #pragma once
 
+#include "msa_row_attention/dropout.cuh"
 #include "msa_row_attention/lines.cuh"
 
 namespace fused_ops::msa_row_attention {
@@ -30,11 +31,13 @@ struct AttendParams {
   int width = 0;             // of all heads
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
   float slack_scale = 0.0f;  // 1 / logit_scale
+  Dropout dropout;
 };
 
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
 // 16 * `query_tiles` * `query_warps` queries.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 struct Attend {
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -186,6 +189,7 @@ struct Attend {
   float sums[kM][4];   // of the weights; columns are equal
   float shift[kM][2];  // what is subtracted from each of the thread's queries' exponents
   float limit[kM][2];  // the logit from which on it is too little
+  uint2 dropout_keys[dropout ? kM : 1][2];
 
   __device__ __forceinline__ void all() {
     const std::uint16_t* key = projected(in_row() / kPieceRoom, 1) + in_row() % kPieceRoom * 8;
@@ -200,6 +204,7 @@ struct Attend {
     present[kAhead] = mask_word(kAhead);
     load_bias(0);
     is_whole() ? load_queries<true>() : load_queries<false>();
+    if (dropout) load_dropout_keys();
     clear();
     bool any = false;
     for (unsigned tile = 0; tile < p.tiles; ++tile) {
@@ -233,7 +238,8 @@ struct Attend {
           multiply_keys(logits, keys + i * kStep * kPitch);
           if (some != kAll) remove_absent(logits, some);
           follow_largest(logits);
-          add_values(logits, keys + kTileBytes + i * kStep * kPitch);
+          add_values(logits, keys + kTileBytes + i * kStep * kPitch,
+                     (tile * (kKeys / 2) + lane() % 4 + i * (kStep / 2)) * kDropoutStep);
         }
       } else {
         load_next_bias(kKeys / kStep);
@@ -275,6 +281,19 @@ struct Attend {
             query[m][s][i * 2 + h] = load_two<whole>(line, query_at(m, h) < p.n, column);
           }
         }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_dropout_keys() {
+#pragma unroll
+    for (int m = 0; m < (dropout ? kM : 1); ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = query_at(m, h);
+        const auto* keys = reinterpret_cast<const uint2*>(p.dropout.keys);
+        dropout_keys[m][h] =
+            at < p.n ? keys[(std::int64_t{row} * p.heads + head) * p.n + at] : make_uint2(0, 0);
       }
     }
   }
@@ -399,8 +418,10 @@ struct Attend {
     return sm80::exp2_approx(fmaf(logit, p.logit_scale, -shift[m][h]));
   }
 
-  // The weights, and these times the values.
-  __device__ __forceinline__ void add_values(const Logits& logits, sm80::SharedAddress values) {
+  // The weights, and these times the values. What is dropped counts in the sum of the weights.
+  // `offset` is that of the hash at the thread's first keys.
+  __device__ __forceinline__ void add_values(const Logits& logits, sm80::SharedAddress values,
+                                             std::uint32_t offset) {
     constexpr std::uint32_t kOnes = mode == Mode::kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
     const std::uint32_t ones[2] = {kOnes, kOnes};
     const unsigned l = lane();
@@ -417,6 +438,12 @@ struct Attend {
           weights[m][i] = pack_16<mode>(weight(four[2 * h], m, h), weight(four[2 * h + 1], m, h));
         }
         multiply_16<mode>(sums[m], weights[m], ones);
+#pragma unroll
+        for (int i = 0; dropout && i < 4; ++i) {
+          const auto numbers = dropout_numbers(dropout_keys[dropout ? m : 0][i % 2],
+                                               offset + (b * 8 + i / 2 * 4) * kDropoutStep);
+          weights[m][i] = kept_of(weights[m][i], numbers, p.dropout.threshold);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
@@ -474,7 +501,8 @@ struct Attend {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = query_at(m, h);
-        const float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
+        float inverse = sm80::reciprocal_approx(sums[m][2 * h]);
+        if (dropout) inverse *= p.dropout.factor;
         std::uint16_t* out = p.out + (std::int64_t{row} * p.n + at) * p.width + head * p.dim;
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
@@ -495,11 +523,12 @@ struct Attend {
 };
 
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  attend_threads(width) / (32 * query_warps * row_count))
+                                  attend_threads(width, dropout) / (32 * query_warps * row_count))
     attend_kernel(const __grid_constant__ AttendParams params) {
-  Attend<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
+  Attend<mode, width, row_count, query_warps, query_tiles, stage_count, dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -28,9 +28,11 @@ struct BackwardProblem {
   void* d_projected = nullptr;  // (positions(), 4 * width): of query, key, value, gate
   float* d_bias = nullptr;      // (groups, heads, N, N): of the bias as it is, not as it is stored
   bool accumulate = false;      // d_bias is added to
+  Dropout dropout;
   // Between the kernels.
   // (positions(), width): the attention's gradient; and, (all_rows(), heads, N), its dot product
-  // with the attention. In fp32 both have the factor in them that weights lack.
+  // with the attention. In fp32 both have the factor in them that weights lack. With dropout the
+  // latter is times `dropout.kept`.
   void* d_attended = nullptr;
   float* row_dots = nullptr;
   float* partial = nullptr;  // bias_partial_size(): sums of d_bias over some of the rows
@@ -42,6 +44,17 @@ void backward_gate_sm80(const BackwardProblem& problem, CUstream_st* stream);  /
 void backward_keys_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_queries_sm80(const BackwardProblem& problem, CUstream_st* stream);
 void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream);
+
+// With dropout. Where a weight is kept, with f the factor of those,
+//   dS = P (f da v^T - D) = f P (da v^T - D / f),
+// else -P D = -f P D / f: so all is times f, which waits for the end, and D / f is what row_dots
+// has.
+void backward_keys_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_queries_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_bias_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_keys_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_queries_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
+void backward_bias_fp32_dropout_sm80(const BackwardProblem& problem, CUstream_st* stream);
 
 // kTf32, kSplit.
 void backward_keys_fp32_sm80(const BackwardProblem& problem, CUstream_st* stream);

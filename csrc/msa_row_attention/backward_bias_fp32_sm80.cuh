@@ -21,7 +21,8 @@ struct BackwardBiasFp32Params : BackwardFp32Params {
 };
 
 // A block has 16 * `query_warps` queries.
-template <Mode mode, int width, int query_warps, int block_keys, int stage_count>
+template <Mode mode, int width, int query_warps, int block_keys, int stage_count,
+          bool dropout = false>
 struct BackwardBiasFp32 {
   static constexpr int kThreads = 32 * query_warps;
   static constexpr int kBlockQueries = 16 * query_warps;
@@ -55,11 +56,15 @@ struct BackwardBiasFp32 {
     }
   };
 
-  struct alignas(1024) Stage {
+  struct alignas(1024) PlainStage {
     unsigned char queries[2][kQueryBytes];  // queries, gradients
     unsigned char keys[2][kKeyBytes];       // keys, values
     float statistics[2][kBlockQueries];     // log_sums, row_dots
   };
+  struct DropoutStage : PlainStage {
+    uint2 dropout_keys[kBlockQueries];
+  };
+  using Stage = std::conditional_t<dropout, DropoutStage, PlainStage>;
   struct Shared {
     Stage stages[kStages];
     Block block;  // here it occupies no registers
@@ -128,6 +133,12 @@ struct BackwardBiasFp32 {
           &shared.statistics[which][query],
           (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first_query + query),
           static_cast<int>(query) < left ? 4 : 0);
+      if constexpr (dropout) {  // a word
+        const auto* words =
+            reinterpret_cast<const std::uint32_t*>(p.dropout.keys + place.statistic(first_query));
+        sm80::cp_async_4(reinterpret_cast<std::uint32_t*>(shared.dropout_keys) + me, words + me,
+                         static_cast<int>(me / 2) < left ? 4 : 0);
+      }
     }
     sm80::cp_async_commit();
   }
@@ -228,6 +239,20 @@ struct BackwardBiasFp32 {
       }
     }
     multiply(gradients, stage.queries[1] + first * kPitch, stage.keys[1]);
+    if constexpr (dropout) {
+      const int pair = shared_memory<Shared>().block.first_key / 2 + static_cast<int>(again() % 4);
+      const std::uint32_t offset = static_cast<unsigned>(pair) * kDropoutStep;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint2 key = stage.dropout_keys[first + h * 8 + again() / 4 % 8];
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) {
+          const auto numbers = dropout_numbers(key, offset + j * 4 * kDropoutStep);
+          if (!keeps_first(numbers, p.dropout.threshold)) gradients[j][2 * h] = 0.0f;
+          if (!keeps_second(numbers, p.dropout.threshold)) gradients[j][2 * h + 1] = 0.0f;
+        }
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
 #pragma unroll
@@ -270,7 +295,11 @@ struct BackwardBiasFp32 {
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
         const int key = block.first_key + j * 8 + t * 2;
-        const float x = total[j][2 * h], y = total[j][2 * h + 1];
+        float x = total[j][2 * h], y = total[j][2 * h + 1];
+        if (dropout) {
+          x *= p.dropout.factor;
+          y *= p.dropout.factor;
+        }
         if (even) {
           if (key < p.n) *reinterpret_cast<float2*>(line + key) = make_float2(x, y);
         } else {
@@ -282,10 +311,11 @@ struct BackwardBiasFp32 {
   }
 };
 
-template <Mode mode, int width, int query_warps, int block_keys, int stage_count, int blocks>
+template <Mode mode, int width, int query_warps, int block_keys, int stage_count, int blocks,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps, blocks)
     backward_bias_fp32_kernel(const __grid_constant__ BackwardBiasFp32Params params) {
-  BackwardBiasFp32<mode, width, query_warps, block_keys, stage_count>::run(params);
+  BackwardBiasFp32<mode, width, query_warps, block_keys, stage_count, dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -1,55 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "msa_row_attention/backward_bias_sm80.cuh"
-
-#include "msa_row_attention/backward_launch.cuh"
+#include "msa_row_attention/backward_bias_launch.cuh"
 
 namespace fused_ops::msa_row_attention {
-namespace {
-
-constexpr const char* kBias = "msa_row_attention: launching backward_bias_sm80";
-
-template <Mode mode, int width, bool large>
-void launch_bias(const BackwardProblem& problem, CUstream_st* stream) {
-  constexpr BiasTile kTile = bias_tile(width, large);
-  using Kernel = BackwardBias<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
-                              kTile.stages>;
-  static_assert(Kernel::kBlockQueries == kTile.queries() && Kernel::kBlockKeys == kTile.keys());
-  static_assert(sizeof(typename Kernel::Shared) <= 99 * 1024, "what the least of our devices have");
-  const Sizes& sizes = problem.sizes;
-  BackwardBiasParams p;
-  static_cast<BackwardParams&>(p) = params_of(problem);
-  const std::int64_t slabs = bias_slabs(sizes, multiprocessors());
-  const std::int64_t blocks = slabs * bias_grid(sizes);
-  FO_CHECK_RUNTIME(blocks < std::numeric_limits<int>::max() && sizes.n <= kMostPositions, kBias,
-                   " must be given less at a time");
-  const bool direct = slabs == 1 && !problem.accumulate;
-  FO_CHECK_RUNTIME(direct || problem.partial, kBias, " must be given room for sums of slabs");
-  p.sums = direct ? problem.d_bias : problem.partial;
-  p.attended_stride = sizes.n * sizes.width();
-  p.projected_stride = 4 * p.attended_stride;
-  p.statistic_stride = sizes.n * sizes.heads;
-  p.key_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockKeys));
-  p.query_tiles = static_cast<unsigned>(ceil_div(sizes.n, Kernel::kBlockQueries));
-  p.slabs = static_cast<unsigned>(slabs);
-  p.rows_of_slab = static_cast<unsigned>(ceil_div(sizes.rows, slabs));
-  launch(kBias,
-         backward_bias_kernel<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
-                              kTile.stages>,
-         static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
-         p);
-  if (!direct) add_slabs_sm80(problem, slabs, stream);
-}
-
-}  // namespace
 
 void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream) {
+  constexpr const char* kBias = "msa_row_attention: launching backward_bias_sm80";
   const Sizes& sizes = problem.sizes;
   if (sizes.positions() == 0 || sizes.heads == 0) return;
   with_mode_and_width(kBias, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr Mode kMode = decltype(mode_of)::value;
     constexpr int kWidth = decltype(width_of)::value;
-    if (is_large_bias(sizes.n)) return launch_bias<kMode, kWidth, true>(problem, stream);
-    launch_bias<kMode, kWidth, false>(problem, stream);
+    if (is_large_bias(sizes.n)) return launch_bias<kMode, kWidth, true>(kBias, problem, stream);
+    launch_bias<kMode, kWidth, false>(kBias, problem, stream);
   });
 }
 

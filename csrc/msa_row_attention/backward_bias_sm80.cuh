@@ -26,7 +26,8 @@ struct BackwardBiasParams : BackwardParams {
 };
 
 // A block has 16 * `query_tiles` * `query_warps` queries and 64 * `key_warps` keys.
-template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 struct BackwardBias {
   static constexpr int kThreads = 32 * query_warps * key_warps;
   static constexpr int kM = query_tiles;
@@ -43,13 +44,17 @@ struct BackwardBias {
   static constexpr int kQueryBytes = kBlockQueries * Line::kPitch;
   static constexpr int kKeyBytes = kBlockKeys * Line::kPitch;
 
-  struct alignas(1024) Stage {
+  struct alignas(1024) PlainStage {
     unsigned char queries[2][kQueryBytes];  // queries, gradients
     unsigned char keys[2][kKeyBytes];       // keys, values
     // Of 16 queries: log_sums, row_dots. Lanes have two, 8 apart, each twice, as sums of products
     // begin with the latter.
     float statistics[kBlockQueries / 16][2][8][4];
   };
+  struct DropoutStage : PlainStage {
+    uint2 dropout_keys[kBlockQueries / 16][8][2];  // as statistics are, once
+  };
+  using Stage = std::conditional_t<dropout, DropoutStage, PlainStage>;
   // Places in a stage that a thread reads ...
   struct alignas(16) Reads {
     unsigned queries, keys, numbers;
@@ -74,6 +79,7 @@ struct BackwardBias {
   static constexpr int kStageBytes = sizeof(Stage);
   static constexpr int kKeysAt = 2 * kQueryBytes;
   static constexpr int kStatisticsAt = kKeysAt + 2 * kKeyBytes;
+  static constexpr int kDropoutAt = sizeof(PlainStage);
   static constexpr int kHereAt = kStages * kStageBytes;
   static constexpr int kReadsAt = kHereAt + kRowsAtHand * 16 + 16;
   static constexpr int kWritesAt = kReadsAt + kThreads * 16;
@@ -240,6 +246,14 @@ struct BackwardBias {
         const int bytes = static_cast<int>(thread % kBlockQueries) < left ? 4 : 0;
         sm80::cp_async_4(to + write.number, statistic, bytes);
         sm80::cp_async_4(to + write.number + 4, statistic, bytes);
+        if (dropout && thread < kBlockQueries) {  // those with log_sums
+          const auto* key =
+              reinterpret_cast<const std::uint32_t*>(p.dropout.keys + (statistic - p.log_sums));
+          const auto at =
+              to + kDropoutAt + thread / 16 * 128 + thread % 8 * 16 + thread / 8 % 2 * 8;
+          sm80::cp_async_4(at, key, bytes);
+          sm80::cp_async_4(at + 4, key + 1, bytes);
+        }
       }
     }
     sm80::cp_async_commit();
@@ -341,6 +355,19 @@ struct BackwardBias {
       minus_dots[m][2] = -__uint_as_float(four.z);
       minus_dots[m][3] = -__uint_as_float(four.w);
     }
+    uint2 dropout_keys[dropout ? kM : 1][2];
+    std::uint32_t offset = 0;  // of dropout's hash, at the lane's first key
+    if (dropout) {
+#pragma unroll
+      for (int m = 0; m < (dropout ? kM : 1); ++m) {
+        const auto of_query = (query_warp(thread) * kM + m) * 128 + lane / 4 * 16;
+        const uint4 four = sm80::load_shared_16(stage + kDropoutAt + of_query);
+        dropout_keys[m][0] = make_uint2(four.x, four.y);
+        dropout_keys[m][1] = make_uint2(four.z, four.w);
+      }
+      const int tile = shared_memory<Shared>().first_tile + key_warp(thread);
+      offset = (static_cast<unsigned>(tile) * (kKeys / 2) + lane % 4) * kDropoutStep;
+    }
 #pragma unroll
     for (int b = 0; b < kKeyBlocks; ++b) {
       typename Product::Columns key_columns, value_columns;
@@ -362,6 +389,14 @@ struct BackwardBias {
         Product::multiply(gradients, gradient, value_columns[j]);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; dropout && h < 2; ++h) {
+            const auto numbers = dropout_numbers(dropout_keys[dropout ? m : 0][h],
+                                                 offset + (b * 8 + j * 4) * kDropoutStep);
+            const float dot = minus_dots[m][2 * h];
+            if (!keeps_first(numbers, p.dropout.threshold)) gradients[m][2 * h] = dot;
+            if (!keeps_second(numbers, p.dropout.threshold)) gradients[m][2 * h + 1] = dot;
+          }
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float weight =
@@ -400,7 +435,11 @@ struct BackwardBias {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int key = first_key + b * 16 + j * 8;
-            const float x = total[b][m][j][2 * h], y = total[b][m][j][2 * h + 1];
+            float x = total[b][m][j][2 * h], y = total[b][m][j][2 * h + 1];
+            if (dropout) {
+              x *= p.dropout.factor;
+              y *= p.dropout.factor;
+            }
             if (even) {
               if (key < p.n) *reinterpret_cast<float2*>(line + key) = make_float2(x, y);
             } else {
@@ -414,13 +453,14 @@ struct BackwardBias {
   }
 };
 
-template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps * key_warps,
                                   width <= 32 && query_warps * key_warps == 4 ? 3
                                   : query_warps * key_warps == 4              ? 2
                                                                               : 1)
     backward_bias_kernel(const __grid_constant__ BackwardBiasParams params) {
-  BackwardBias<mode, width, query_warps, key_warps, query_tiles, stage_count>::run(params);
+  BackwardBias<mode, width, query_warps, key_warps, query_tiles, stage_count, dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

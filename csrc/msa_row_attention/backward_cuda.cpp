@@ -85,6 +85,7 @@ class Backward {
     at_log_sums_ = w.take(saved_.gated ? 0 : queries * 4);
     at_factors_ = w.take(saved_.gated || !c_.call.is_fp32() ? 0 : queries * 4);
     at_row_dots_ = w.take(queries * 4);
+    at_keys_ = w.take(c_.call.seed ? queries * 8 : 0);
     at_statistics_ = w.take(needs_norm() ? positions * 16 : 0);
     at_partial_ = w.take(c_.needs_pair() ? partial_size() * 4 : 0);
     const std::int64_t at_norm =
@@ -113,10 +114,9 @@ class Backward {
         some.groups = groups;
         some.rows = rows;
         if (groups * rows == 0) continue;
-        const bool adds = rows < sizes_.rows;
-        most =
-            std::max(most, c_.call.is_fp32() ? bias_fp32_partial_size(some, multiprocessors(), adds)
-                                             : bias_partial_size(some, multiprocessors(), adds));
+        const bool adds = rows < sizes_.rows, drops = c_.call.seed != nullptr;
+        const auto size = c_.call.is_fp32() ? bias_fp32_partial_size : bias_partial_size;
+        most = std::max(most, size(some, multiprocessors(), adds, drops));
       }
     }
     return most;
@@ -175,6 +175,8 @@ class Backward {
     const Tensor d_gated =
         c_.multiply(c_.matrix(grad, count, channels), out_weight, c_.memory.at(at_d_gated_));
     p.d_gated = d_gated.const_data_ptr();
+    p.dropout = c_.call.draw(part, group * sizes_.rows + row, c_.memory.at<std::uint64_t>(at_keys_),
+                             c_.stream);
     void* gated = attend(&p, group * sizes_.rows + row);
     if (c_.needs(kOutWeight)) out_.add(c_.call, grad, gated, count);
     if (!needs_projected() && !c_.needs_pair()) return;
@@ -186,17 +188,15 @@ class Backward {
       p.partial = c_.memory.at<float>(at_partial_);
       p.d_bias = pairs_.d_bias() + group * sizes_.heads * sizes_.n * sizes_.n;
       p.accumulate = row > 0;
-      c_.call.is_fp32() ? backward_bias_fp32_sm80(p, c_.stream) : backward_bias_sm80(p, c_.stream);
+      run(p, backward_bias_sm80, backward_bias_dropout_sm80, backward_bias_fp32_sm80,
+          backward_bias_fp32_dropout_sm80);
     }
     if (!needs_projected()) return;
     if (needs_weights() || needs_source()) {
-      if (c_.call.is_fp32()) {
-        backward_keys_fp32_sm80(p, c_.stream);
-        backward_queries_fp32_sm80(p, c_.stream);
-      } else {
-        backward_keys_sm80(p, c_.stream);
-        backward_queries_sm80(p, c_.stream);
-      }
+      run(p, backward_keys_sm80, backward_keys_dropout_sm80, backward_keys_fp32_sm80,
+          backward_keys_fp32_dropout_sm80);
+      run(p, backward_queries_sm80, backward_queries_dropout_sm80, backward_queries_fp32_sm80,
+          backward_queries_fp32_dropout_sm80);
     }
     if (c_.needs(kGateBias)) {
       c_.sum_columns(gate_sums_, part, further(p.d_projected, c_.call.type(), 3 * width),
@@ -209,6 +209,14 @@ class Backward {
                                               projections, c_.memory.at(at_normalised_));
       through_norm(part, prepare.msa, d_normalised, group * sizes_.rows + row);
     }
+  }
+
+  // One of a kernel's launchers: of 16 bits without dropout and with it, of fp32 likewise.
+  using Launcher = void(const BackwardProblem&, CUstream_st*);
+  void run(const BackwardProblem& p, Launcher* plain, Launcher* dropout, Launcher* plain_fp32,
+           Launcher* dropout_fp32) const {
+    const bool drops = c_.call.seed != nullptr;
+    (c_.call.is_fp32() ? drops ? dropout_fp32 : plain_fp32 : drops ? dropout : plain)(p, c_.stream);
   }
 
   // What the forward has stored of these rows, or would have.
@@ -228,10 +236,11 @@ class Backward {
     a.projection_bias = p->projection_bias;
     a.bias = p->bias;
     a.present = p->present;
+    a.dropout = p->dropout;
     a.out = c_.memory.at(at_gated_);
     a.log_sums = c_.memory.at<float>(at_log_sums_);
     if (c_.call.is_fp32()) a.factors = c_.memory.at<float>(at_factors_);
-    c_.call.is_fp32() ? attend_fp32_sm80(a, c_.stream) : attend_sm80(a, c_.stream);
+    c_.call.attend(a, c_.stream);
     p->gated = a.out;
     p->log_sums = a.log_sums;
     p->factors = a.factors;
@@ -300,6 +309,7 @@ class Backward {
   std::int64_t at_bias_, at_projections_, at_projection_bias_, at_out_weight_, at_out_bias_;
   std::int64_t at_present_, at_normalised_, at_projected_, at_d_projected_, at_d_gated_, at_gated_;
   std::int64_t at_d_attended_, at_log_sums_, at_factors_, at_row_dots_, at_statistics_, at_partial_;
+  std::int64_t at_keys_;
   SlabProducts projections_, out_;
   ColumnParts norm_sums_, gate_sums_, out_sums_;
   PairBackward pairs_;

@@ -35,27 +35,30 @@ constexpr BiasFp32Tile bias_fp32_tile(int width, bool large) {
                       : BiasFp32Tile{4, 64, 2, 3};
 }
 
-constexpr bool is_large_fp32_bias(std::int64_t n) {
-  return n > 32;
+// With dropout all are.
+constexpr bool is_large_fp32_bias(std::int64_t n, bool dropout) {
+  return n > 32 || dropout;
 }
 
 // Blocks for all rows.
-constexpr std::int64_t bias_fp32_grid(const Sizes& sizes) {
-  const BiasFp32Tile tile = bias_fp32_tile(width_of(sizes.dim), is_large_fp32_bias(sizes.n));
+constexpr std::int64_t bias_fp32_grid(const Sizes& sizes, bool dropout) {
+  const BiasFp32Tile tile =
+      bias_fp32_tile(width_of(sizes.dim), is_large_fp32_bias(sizes.n, dropout));
   return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
          ceil_div(sizes.n, tile.keys);
 }
 
-constexpr std::int64_t bias_fp32_slabs(const Sizes& sizes, int multiprocessors) {
-  const BiasFp32Tile tile = bias_fp32_tile(width_of(sizes.dim), is_large_fp32_bias(sizes.n));
-  return slabs_of_rows(bias_fp32_grid(sizes), sizes.rows,
+constexpr std::int64_t bias_fp32_slabs(const Sizes& sizes, int multiprocessors, bool dropout) {
+  const BiasFp32Tile tile =
+      bias_fp32_tile(width_of(sizes.dim), is_large_fp32_bias(sizes.n, dropout));
+  return slabs_of_rows(bias_fp32_grid(sizes, dropout), sizes.rows,
                        std::int64_t{multiprocessors} * tile.blocks);
 }
 
 // Numbers of BackwardProblem::partial.
 constexpr std::int64_t bias_fp32_partial_size(const Sizes& sizes, int multiprocessors,
-                                              bool accumulate = false) {
-  const std::int64_t slabs = bias_fp32_slabs(sizes, multiprocessors);
+                                              bool accumulate = false, bool dropout = false) {
+  const std::int64_t slabs = bias_fp32_slabs(sizes, multiprocessors, dropout);
   return slabs == 1 && !accumulate ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
 }
 

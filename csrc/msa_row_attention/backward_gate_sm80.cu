@@ -20,6 +20,7 @@ void backward_gate_sm80(const BackwardProblem& problem, CUstream_st* stream) {
   p.d_projected = problem.d_projected;
   p.row_dots = problem.row_dots;
   p.factors = problem.factors;
+  p.dot_scale = problem.dropout.kept;
   p.lines = sizes.positions() * sizes.heads;
   p.heads = static_cast<unsigned>(sizes.heads);
   p.n = static_cast<unsigned>(sizes.n);

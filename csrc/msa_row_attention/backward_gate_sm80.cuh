@@ -21,6 +21,7 @@ struct BackwardGateParams {
   void* d_projected = nullptr;
   const float* factors = nullptr;
   float* row_dots = nullptr;
+  float dot_scale = 1.0f;  // of dropout
   std::int64_t lines = 0;  // positions times heads
   unsigned heads = 0;
   unsigned n = 0;
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kBackwardGateThreads)
   const std::int64_t query = query_of(p, first + thread);
   dot = 0.0f;
   for (unsigned piece = 0; piece < p.pieces; ++piece) dot += shared.dots[thread * p.pieces + piece];
-  p.row_dots[query] = dot * (p.factors ? p.factors[query] : 1.0f);
+  p.row_dots[query] = dot * (p.factors ? p.factors[query] : 1.0f) * p.dot_scale;
 }
 
 }  // namespace fused_ops::msa_row_attention

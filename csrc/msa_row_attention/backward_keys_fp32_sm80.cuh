@@ -15,7 +15,8 @@ namespace fused_ops::msa_row_attention {
 
 // A block has `row_count` rows and of each 16 * `key_warps` keys; queries come `lines_of_tile` at a
 // time.
-template <Mode mode, int width, int row_count, int key_warps, int lines_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int key_warps, int lines_of_tile, int stage_count,
+          bool dropout = false>
 struct BackwardKeysFp32 {
   static constexpr int kRowThreads = 32 * key_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -29,10 +30,14 @@ struct BackwardKeysFp32 {
   static constexpr int kTileBytes = kLines * kPitch;
   static_assert(kBlockKeys <= kKeys && kKeys % kBlockKeys == 0);
 
-  struct alignas(1024) Stage {
+  struct alignas(1024) PlainStage {
     unsigned char lines[row_count][2][kTileBytes];  // queries, gradients
     float statistics[row_count][kLines / 2][4];     // of two queries: log_sums, row_dots
   };
+  struct DropoutStage : PlainStage {
+    uint2 dropout_keys[row_count][kLines];
+  };
+  using Stage = std::conditional_t<dropout, DropoutStage, PlainStage>;
   struct Shared {
     Stage stages[kStages];
   };
@@ -114,9 +119,21 @@ struct BackwardKeysFp32 {
             statistics + stage * kStageBytes + query / 2 * 16 + query % 2 * 4 + which * 8,
             (which == 0 ? p.log_sums : p.row_dots) + place.statistic(first) + query,
             static_cast<int>(query) < left ? 4 : 0);
+        if (dropout) {  // as many words
+          const auto* words =
+              reinterpret_cast<const std::uint32_t*>(p.dropout.keys + place.statistic(first));
+          sm80::cp_async_4(dropout_keys(stage) + number * 4, words + number,
+                           static_cast<int>(number / 2) < left ? 4 : 0);
+        }
       }
     }
     sm80::cp_async_commit();
+  }
+
+  // Of the row's queries in a stage.
+  __device__ __forceinline__ unsigned char* dropout_keys(int stage) const {
+    return lines + stage * kStageBytes - slot_of(thread) * (2 * kTileBytes) + sizeof(PlainStage) +
+           slot_of(thread) * (kLines * 8);
   }
 
   float ahead[2][4];  // bias
@@ -163,7 +180,8 @@ struct BackwardKeysFp32 {
 #pragma unroll 1
         for (int i = tile * (kLines / 16); i < (tile + 1) * (kLines / 16) && i < p.blocks; ++i) {
           if (i + 1 < p.blocks) bias += line_of_bias(p);
-          step(queries, numbers, first);
+          step(queries, numbers, first,
+               dropout_keys(stage) + (i - tile * (kLines / 16)) * 128 + t() * 16);
           queries += 16 * kPitch;
           numbers += 16 * 8;
         }
@@ -186,13 +204,14 @@ struct BackwardKeysFp32 {
       const bool there = here >> row & 1;
       float* to = p.d_projected + at.place(p).projected(first + row, 1);
       Product::store(to, d_key, h, p.scale, there, p.dim, t());
-      Product::store(to + p.width, d_value, h, 1.0f, there, p.dim, t());
+      Product::store(to + p.width, d_value, h, dropout ? p.dropout.factor : 1.0f, there, p.dim,
+                     t());
     }
   }
 
   // 16 queries.
   __device__ __forceinline__ void step(const unsigned char* queries, const unsigned char* numbers,
-                                       int first) {
+                                       int first, const unsigned char* hashed) {
     typename Product::Weights weights, gradients;
     const int row[2] = {2 * g(), 2 * g() + 1};
     const auto operand = [&](const Held& held, unsigned which) {
@@ -210,7 +229,24 @@ struct BackwardKeysFp32 {
         const float logit = weights[j][e] + ahead[e % 2][j * 2 + e / 2];
         const float weight = p.weight<mode>(logit, log_sum[e % 2]);
         weights[j][e] = weight;
-        gradients[j][e] = weight * (gradients[j][e] - row_dot[e % 2]);
+        if (!dropout) gradients[j][e] = weight * (gradients[j][e] - row_dot[e % 2]);
+      }
+      if (dropout) {
+        const uint4 two = *reinterpret_cast<const uint4*>(hashed + j * 64);
+        const std::uint32_t offset = static_cast<unsigned>(first / 2 + g()) * kDropoutStep;
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {  // a query and its two keys
+          const auto numbers =
+              dropout_numbers(q == 0 ? make_uint2(two.x, two.y) : make_uint2(two.z, two.w), offset);
+          const bool keeps[2] = {keeps_first(numbers, p.dropout.threshold),
+                                 keeps_second(numbers, p.dropout.threshold)};
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            float &weight = weights[j][2 * k + q], &gradient = gradients[j][2 * k + q];
+            gradient = weight * ((keeps[k] ? gradient : 0.0f) - row_dot[q]);
+            if (!keeps[k]) weight = 0.0f;
+          }
+        }
       }
     }
     load_bias();
@@ -219,10 +255,12 @@ struct BackwardKeysFp32 {
   }
 };
 
-template <Mode mode, int width, int row_count, int key_warps, int lines_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int key_warps, int lines_of_tile, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * key_warps * row_count, 2)
     backward_keys_fp32_kernel(const __grid_constant__ BackwardFp32Params params) {
-  BackwardKeysFp32<mode, width, row_count, key_warps, lines_of_tile, stage_count>::run(params);
+  BackwardKeysFp32<mode, width, row_count, key_warps, lines_of_tile, stage_count, dropout>::run(
+      params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -16,7 +16,8 @@
 namespace fused_ops::msa_row_attention {
 
 // A block has `row_count` rows and of each 16 * `key_tiles` * `key_warps` keys.
-template <Mode mode, int width, int row_count, int key_warps, int key_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int key_warps, int key_tiles, int stage_count,
+          bool dropout = false>
 struct BackwardKeys {
   static constexpr int kRowThreads = 32 * key_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -33,21 +34,28 @@ struct BackwardKeys {
 
   // Of 16 queries, as the lanes of a quad take them: lane t has queries 2t, 2t + 1 and those 8
   // further. D is there twice, as sums of products begin with it: of two keys.
-  struct Statistics {
+  struct PlainStatistics {
     float log_sums[4][2][2];
     float row_dots[2][4][2][2];
   };
+  struct DropoutStatistics : PlainStatistics {
+    uint2 keys[16];
+  };
+  using Statistics = std::conditional_t<dropout, DropoutStatistics, PlainStatistics>;
   struct alignas(1024) Stage {
     unsigned char lines[row_count][2][kTileBytes];  // queries, gradients
     Statistics statistics[row_count][kSteps];
   };
-  static constexpr int kNumbers = 2 * kKeys / kRowThreads;  // that a thread copies of a tile
+  // That a thread copies of a tile; and words of dropout's keys.
+  static constexpr int kNumbers = 2 * kKeys / kRowThreads;
+  static constexpr int kWords = dropout ? kNumbers : 0;
   struct Shared {
     Stage stages[kStages];
     // What a thread asks for the next tile with, pieces and numbers: here it occupies no registers.
     const std::uint16_t* queries[kThreads];
     const std::uint16_t* gradients[kThreads];
-    const float* numbers[kNumbers][kThreads];
+    const float* numbers[kNumbers + kWords][kThreads];
+    std::uint32_t offsets[dropout ? kThreads : 1];  // of dropout's hash, at the lane's first key
   };
   static constexpr int kStageBytes = sizeof(Stage);
 
@@ -107,6 +115,12 @@ struct BackwardKeys {
       shared.numbers[i][thread] = (which_number(in_row, i) == 0 ? p.log_sums : p.row_dots) +
                                   place.statistic((in_row + i * kRowThreads) % kKeys);
     }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      shared.numbers[kNumbers + i][thread] =
+          reinterpret_cast<const float*>(p.dropout.keys + place.statistic(0)) + in_row +
+          i * kRowThreads;
+    }
     BackwardKeys{p, number_of(first.lines[slot_of(thread)]),
                  number_of(first.statistics[slot_of(thread)]), at.exists && any != 0,
                  static_cast<const uint4*>(p.bias) + head * p.blocks * line_of_bias(p) + piece}
@@ -154,6 +168,15 @@ struct BackwardKeys {
         }
         shared.numbers[i][thread()] = from + kKeys;
       }
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const unsigned word = me + i * kRowThreads, query = word / 2;
+        const float* from = shared.numbers[kNumbers + i][thread()];
+        sm80::cp_async_4(statistics + stage + query / 16 * static_cast<int>(sizeof(Statistics)) +
+                             static_cast<int>(sizeof(PlainStatistics)) + word % 32 * 4,
+                         from, (here >> query & 1) != 0 ? 4 : 0);
+        shared.numbers[kNumbers + i][thread()] = from + 2 * kKeys;
+      }
     }
     sm80::cp_async_commit();
   }
@@ -171,6 +194,10 @@ struct BackwardKeys {
     copy(0);
     const int first = first_key(at, thread());
     const std::uint32_t present_keys = present(p, at, first);
+    if (dropout) {
+      shared_memory<Shared>().offsets[thread()] =
+          (static_cast<unsigned>(first) + lane() / 4) / 2 * kDropoutStep;
+    }
     if (present_keys != 0) {
       load_bias(0);
       is_whole(first) ? load_keys<true>(at, first) : load_keys<false>(at, first);
@@ -229,8 +256,9 @@ struct BackwardKeys {
     std::uint16_t* to = p.d_projected + at.place(p).projected(first, 1);
     Product::template store<whole>(to, 4 * p.width, d_key, -p.scale, here, p.n - first, p.dim,
                                    lane());
-    Product::template store<whole>(to + p.width, 4 * p.width, d_value, 1.0f, here, p.n - first,
-                                   p.dim, lane());
+    Product::template store<whole>(to + p.width, 4 * p.width, d_value,
+                                   dropout ? p.dropout.factor : 1.0f, here, p.n - first, p.dim,
+                                   lane());
   }
 
   // P and -dS of 16 queries, 8 at a time.
@@ -267,13 +295,39 @@ struct BackwardKeys {
       Product::multiply(weights, key, queries[j]);
       Product::load(d_attended, across, kTileBytes + i * 16 * Line::kPitch, j);
       Product::multiply(gradients, value, d_attended[j]);
+      uint2 dropout_key;  // of a query of these 8
+      std::uint32_t offset;
+      if (dropout) {
+        offset = shared_memory<Shared>().offsets[thread()];
+        // `at` is already at a place of 16 bytes, as queries 2t and 2t + 1 have.
+        dropout_key = sm80::load_shared_8(at + static_cast<int>(sizeof(PlainStatistics)) + j * 64 +
+                                          static_cast<int>(lane() / 4 % 2) * 8);
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           weights[m][e] =
               sm80::exp2_approx(fmaf(weights[m][e], p.logit_scale, -log_sums[j][e % 2]));
-          gradients[m][e] *= weights[m][e];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float (&weight)[4] = weights[m], (&gradient)[4] = gradients[m];
+          const int e = 2 * h;
+          if (dropout) {
+            const auto numbers = exchange_numbers(
+                dropout_numbers(dropout_key, offset + (m * 8 + h * 4) * kDropoutStep), lane());
+            const bool first = keeps_first(numbers, p.dropout.threshold);
+            const bool second = keeps_second(numbers, p.dropout.threshold);
+            gradient[e] = (first ? gradient[e] : __uint_as_float(dots.x)) * weight[e];
+            gradient[e + 1] = (second ? gradient[e + 1] : __uint_as_float(dots.y)) * weight[e + 1];
+            // Times zero, for NaN stays what it is.
+            if (!first) weight[e] *= 0.0f;
+            if (!second) weight[e + 1] *= 0.0f;
+          } else {
+            gradient[e] *= weight[e];
+            gradient[e + 1] *= weight[e + 1];
+          }
         }
         Product::pack(packed_weights[m], weights[m], j);
         Product::pack(packed_gradients[m], gradients[m], j);
@@ -282,11 +336,12 @@ struct BackwardKeys {
   }
 };
 
-template <Mode mode, int width, int row_count, int key_warps, int key_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int key_warps, int key_tiles, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * key_warps * row_count,
                                   (width <= 32 ? 384 : 256) / (32 * key_warps * row_count))
     backward_keys_kernel(const __grid_constant__ BackwardParams params) {
-  BackwardKeys<mode, width, row_count, key_warps, key_tiles, stage_count>::run(params);
+  BackwardKeys<mode, width, row_count, key_warps, key_tiles, stage_count, dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

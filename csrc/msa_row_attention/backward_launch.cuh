@@ -29,8 +29,10 @@ inline BackwardParams params_of(const BackwardProblem& problem) {
   p.blocks = static_cast<int>(bias_blocks(sizes.n));
   p.dim = static_cast<unsigned>(sizes.dim);
   p.width = static_cast<unsigned>(sizes.width());
+  p.dropout = problem.dropout;
   p.scale = 1.0f / std::sqrt(static_cast<float>(sizes.head_dim));
   p.logit_scale = kLog2E * p.scale;
+  p.scale *= p.dropout.factor;
   return p;
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/cuda/sm80/quad.cuh"
+#include "msa_row_attention/dropout.cuh"
 #include "msa_row_attention/lines.cuh"
 
 namespace fused_ops::msa_row_attention {
@@ -25,8 +26,9 @@ struct BackwardParams {
   int blocks = 0;  // of queries, of bias
   unsigned dim = 0;
   unsigned width = 0;        // of all heads
-  float scale = 0.0f;        // 1 / sqrt(dim)
+  float scale = 0.0f;        // 1 / sqrt(dim), times the factor of dropout
   float logit_scale = 0.0f;  // log2(e) / sqrt(dim)
+  Dropout dropout;
 
   // Which of 64 keys of a row are there.
   __device__ __forceinline__ std::uint64_t mask_word(std::int64_t row, int tile) const {

@@ -12,7 +12,8 @@ namespace fused_ops::msa_row_attention {
 
 // A block has `row_count` rows and of each 16 * `query_warps` queries; keys come `lines_of_tile` at
 // a time.
-template <Mode mode, int width, int row_count, int query_warps, int lines_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int lines_of_tile, int stage_count,
+          bool dropout = false>
 struct BackwardQueriesFp32 {
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -98,6 +99,7 @@ struct BackwardQueriesFp32 {
   typename Product::Sums d_query;
   float log_sums[2];
   float row_dots[2];
+  uint2 dropout_keys[2];
 
   __device__ __forceinline__ void load_bias() {
 #pragma unroll
@@ -134,6 +136,10 @@ struct BackwardQueriesFp32 {
       const int at = first_query + h * 8 + g();
       log_sums[h] = at < p.n ? p.log_sums[place.statistic(at)] : 0.0f;
       row_dots[h] = at < p.n ? p.row_dots[place.statistic(at)] : 0.0f;
+      if (dropout) {
+        const auto* keys = reinterpret_cast<const uint2*>(p.dropout.keys);
+        dropout_keys[h] = at < p.n ? keys[place.statistic(at)] : make_uint2(0, 0);
+      }
     }
     Product::clear(d_query);
     int stage = 0;
@@ -154,7 +160,7 @@ struct BackwardQueriesFp32 {
         bias += i + 1 < kLines / 16 || tile + 1 < tiles ? kBiasNumbers : 0;
         const std::uint32_t some = static_cast<std::uint32_t>(here) & 0xffff;
         if (some != 0) {
-          step(keys, some);
+          step(keys, some, static_cast<unsigned>(tile * (kLines / 2) + i * 8));
         } else {
           load_bias();
         }
@@ -177,7 +183,8 @@ struct BackwardQueriesFp32 {
   }
 
   // 16 keys, of which those of `some` are there.
-  __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t some) {
+  __device__ __forceinline__ void step(const unsigned char* keys, std::uint32_t some,
+                                       unsigned pair) {
     typename Product::Weights weights, gradients_;
     const int row[2] = {g(), g() + 8};
     Product::template multiply<false>(
@@ -194,6 +201,12 @@ struct BackwardQueriesFp32 {
     if (some != 0xffff) remove_absent(weights, some);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int h = 0; dropout && h < 2; ++h) {
+        const auto numbers = dropout_numbers(dropout_keys[h], (pair + j * 4 + t()) * kDropoutStep);
+        if (!keeps_first(numbers, p.dropout.threshold)) gradients_[j][2 * h] = 0.0f;
+        if (!keeps_second(numbers, p.dropout.threshold)) gradients_[j][2 * h + 1] = 0.0f;
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float weight = p.weight<mode>(weights[j][e], log_sums[e / 2]);
@@ -216,10 +229,12 @@ struct BackwardQueriesFp32 {
   }
 };
 
-template <Mode mode, int width, int row_count, int query_warps, int lines_of_tile, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int lines_of_tile, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps * row_count, width <= 32 ? 3 : 2)
     backward_queries_fp32_kernel(const __grid_constant__ BackwardFp32Params params) {
-  BackwardQueriesFp32<mode, width, row_count, query_warps, lines_of_tile, stage_count>::run(params);
+  BackwardQueriesFp32<mode, width, row_count, query_warps, lines_of_tile, stage_count,
+                      dropout>::run(params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -11,7 +11,8 @@
 namespace fused_ops::msa_row_attention {
 
 // A block has `row_count` rows and of each 16 * `query_tiles` * `query_warps` queries.
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 struct BackwardQueries {
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -104,6 +105,7 @@ struct BackwardQueries {
   typename Product::Sums d_query;
   float log_sums[kM][2];
   float row_dots[kM][4];  // as sums of products begin with them
+  uint2 dropout_keys[dropout ? kM : 1][2];
 
   // Of 16 keys of the tile that `bias` points to.
   __device__ __forceinline__ void load_bias(int step) {
@@ -146,7 +148,9 @@ struct BackwardQueries {
 #pragma unroll 2
       for (int i = 0; i < kSteps; ++i) {
         typename Product::Packed packed;
-        step(packed, across, i, [&] { load_next_bias(i + 1, tile); });
+        step(
+            packed, across, i, [&] { load_next_bias(i + 1, tile); },
+            (tile * (kKeys / 2) + lane() % 4 + i * 8) * kDropoutStep);
         if (!all)
           Product::remove_absent(packed, static_cast<std::uint32_t>(here >> (i * 16)), lane());
         Product::add(d_query, packed, down, i * 16 * Line::kPitch);
@@ -177,6 +181,10 @@ struct BackwardQueries {
         const float dot = here ? p.row_dots[place.statistic(query)] : 0.0f;
         row_dots[m][2 * h] = opaque(dot);
         row_dots[m][2 * h + 1] = opaque(dot);
+        if (dropout) {
+          const auto* keys = reinterpret_cast<const uint2*>(p.dropout.keys);
+          dropout_keys[dropout ? m : 0][h] = here ? keys[place.statistic(query)] : make_uint2(0, 0);
+        }
       }
     }
   }
@@ -189,10 +197,10 @@ struct BackwardQueries {
                                    d_query, -p.scale, ~0u, p.n - first, p.dim, lane());
   }
 
-  // dS of 16 keys, 8 at a time.
+  // -dS of 16 keys, 8 at a time. `offset` is that of dropout's hash at the thread's first keys.
   template <class LoadNext>
   __device__ __forceinline__ void step(typename Product::Packed& packed, sm80::SharedAddress across,
-                                       int i, LoadNext load_next) {
+                                       int i, LoadNext load_next, std::uint32_t offset) {
     typename Product::Columns key_columns, value_columns;
     load_next();
 #pragma unroll
@@ -216,6 +224,14 @@ struct BackwardQueries {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
+        for (int h = 0; dropout && h < 2; ++h) {
+          const auto numbers =
+              dropout_numbers(dropout_keys[dropout ? m : 0][h], offset + j * 4 * kDropoutStep);
+          float (&four)[4] = gradients[m];
+          if (!keeps_first(numbers, p.dropout.threshold)) four[2 * h] = row_dots[m][2 * h];
+          if (!keeps_second(numbers, p.dropout.threshold)) four[2 * h + 1] = row_dots[m][2 * h];
+        }
+#pragma unroll
         for (int e = 0; e < 4; ++e) {
           gradients[m][e] *=
               sm80::exp2_approx(fmaf(weights[m][e], p.logit_scale, -log_sums[m][e / 2]));
@@ -226,14 +242,16 @@ struct BackwardQueries {
   }
 };
 
-template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count>
+template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
+          bool dropout = false>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  (width > 32                      ? 256
-                                   : width <= 16 || row_count == 1 ? 512
-                                                                   : 384) /
+                                  (width > 32                                    ? 256
+                                   : !dropout && (width <= 16 || row_count == 1) ? 512
+                                                                                 : 384) /
                                       (32 * query_warps * row_count))
     backward_queries_kernel(const __grid_constant__ BackwardParams params) {
-  BackwardQueries<mode, width, row_count, query_warps, query_tiles, stage_count>::run(params);
+  BackwardQueries<mode, width, row_count, query_warps, query_tiles, stage_count, dropout>::run(
+      params);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "msa_row_attention/arguments.h"
+#include "msa_row_attention/dropout.h"
 
 namespace fused_ops::msa_row_attention {
 
@@ -44,11 +45,13 @@ struct Call {
   Mask mask;
   float eps;
   std::string precision;
+  Dropout dropout;                     // without keys
+  const std::int64_t* seed = nullptr;  // of it, on the device; null: none
   std::vector<Tensor> kept;
 
   Call(const Tensor& msa_tensor, const Tensor& pair_tensor, const MaybeTensor& mask_tensor,
-       const Parameters& parameters, std::int64_t num_heads, double dropout, double eps_of_norms,
-       std::string_view precision_text, std::optional<ScalarType> dtype,
+       const Parameters& parameters, std::int64_t num_heads, double probability,
+       double eps_of_norms, std::string_view precision_text, std::optional<ScalarType> dtype,
        const MaybeTensor& dropout_seed, bool backward)
       : msa(msa_tensor),
         pair(pair_tensor),
@@ -74,8 +77,8 @@ struct Call {
     FO_CHECK_VALUE(num_heads >= 1 && width % num_heads == 0, kOp,
                    ": query_weight must have a multiple of num_heads = ", num_heads, " rows, got ",
                    width);
-    FO_CHECK_VALUE(dropout >= 0.0 && dropout <= 1.0, kOp, ": dropout must be in [0, 1], got ",
-                   dropout);
+    FO_CHECK_VALUE(probability >= 0.0 && probability <= 1.0, kOp,
+                   ": dropout must be in [0, 1], got ", probability);
     FO_CHECK_VALUE(given.pair_norm_weight.has_value() == given.pair_norm_bias.has_value(), kOp,
                    ": pair_norm_weight and pair_norm_bias must be given together, got only one");
     lead = lead_of(msa, pair);
@@ -92,7 +95,11 @@ struct Call {
                                      dropout_seed->numel() == 1 && same_device(msa, *dropout_seed)),
                    kOp, ": dropout_seed must be one int64 on the device of msa");
     problem.precision = precision_from(kOp, precision);
-    problem.dropout = dropout > 0.0;
+    problem.dropout = probability > 0.0 && dropout_seed.has_value();
+    if (problem.dropout) {
+      dropout = dropout_of(probability);
+      seed = static_cast<const std::int64_t*>(dropout_seed->const_data_ptr());
+    }
     problem.backward = backward;
     problem.device = device_capability(msa.get_device_index());
 
@@ -133,6 +140,28 @@ struct Call {
   DType type() const { return type_of(chosen.mode); }
   ScalarType scalar() const { return scalar_type_of(type()); }
   bool is_fp32() const { return type() == DType::kFloat32; }
+
+  // Dropout of a part of the rows, from number `first_row` of the call on; writes its keys.
+  Dropout draw(const Sizes& part, std::int64_t first_row, std::uint64_t* keys,
+               CUstream_st* stream) const {
+    if (!seed) return {};
+    DropoutKeysProblem p;
+    p.seed = seed;
+    p.first_row = first_row;
+    p.rows = part.all_rows();
+    p.n = part.n;
+    p.heads = part.heads;
+    p.keys = keys;
+    dropout_keys_sm80(p, stream);
+    Dropout drawn = dropout;
+    drawn.keys = keys;
+    return drawn;
+  }
+
+  void attend(const AttendProblem& p, CUstream_st* stream) const {
+    if (is_fp32()) return (seed ? attend_fp32_dropout_sm80 : attend_fp32_sm80)(p, stream);
+    (seed ? attend_dropout_sm80 : attend_sm80)(p, stream);
+  }
 
   // The problem of a part of the rows: `group` and `row` are its first ones.
   PrepareProblem part(const Sizes& part, std::int64_t group, std::int64_t row) const {

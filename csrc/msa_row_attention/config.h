@@ -41,7 +41,8 @@ constexpr int attend_tile_of(std::int64_t n, int width) {
 }
 
 // Of a multiprocessor.
-constexpr int attend_threads(int width) {
+constexpr int attend_threads(int width, bool dropout) {
+  if (dropout) return width <= 32 ? 384 : 256;
   return width <= 32 || width == 64 ? 512 : 256;
 }
 
@@ -100,9 +101,22 @@ constexpr bool is_large_bias(std::int64_t n) {
   return n > 64;
 }
 
+// With dropout one tile, whatever the length: the large one of narrow heads would spill 48 bytes
+// and more of 128 registers, and of wide ones leaves no shared memory for keys of the hash.
+constexpr bool kLargeDropoutBias = false;
+
+constexpr BiasTile dropout_bias_tile(int width) {
+  return bias_tile(width, kLargeDropoutBias && width <= 32);
+}
+
+constexpr BiasTile bias_tile_of(const Sizes& sizes, bool dropout) {
+  const int width = width_of(sizes.dim);
+  return dropout ? dropout_bias_tile(width) : bias_tile(width, is_large_bias(sizes.n));
+}
+
 // Blocks for all rows.
-constexpr std::int64_t bias_grid(const Sizes& sizes) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
+constexpr std::int64_t bias_grid(const Sizes& sizes, bool dropout) {
+  const BiasTile tile = bias_tile_of(sizes, dropout);
   return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
          ceil_div(sizes.n, tile.keys());
 }
@@ -131,15 +145,16 @@ constexpr std::int64_t slabs_of_rows(std::int64_t grid, std::int64_t all_rows,
   return best;
 }
 
-constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors) {
-  const BiasTile tile = bias_tile(width_of(sizes.dim), is_large_bias(sizes.n));
-  return slabs_of_rows(bias_grid(sizes), sizes.rows, std::int64_t{multiprocessors} * tile.blocks);
+constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors, bool dropout) {
+  const BiasTile tile = bias_tile_of(sizes, dropout);
+  return slabs_of_rows(bias_grid(sizes, dropout), sizes.rows,
+                       std::int64_t{multiprocessors} * tile.blocks);
 }
 
 // Numbers of BackwardProblem::partial.
 constexpr std::int64_t bias_partial_size(const Sizes& sizes, int multiprocessors,
-                                         bool accumulate = false) {
-  const std::int64_t slabs = bias_slabs(sizes, multiprocessors);
+                                         bool accumulate = false, bool dropout = false) {
+  const std::int64_t slabs = bias_slabs(sizes, multiprocessors, dropout);
   return slabs == 1 && !accumulate ? 0 : slabs * sizes.groups * sizes.heads * sizes.n * sizes.n;
 }
 

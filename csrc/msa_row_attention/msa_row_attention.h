@@ -141,6 +141,14 @@ struct BiasProblem {
 
 void bias_sm80(const BiasProblem& problem, CUstream_st* stream);
 
+// Of the weights, after the softmax; dropout.h and docs/ops/ say how. Only *_dropout_sm80 read it.
+struct Dropout {
+  const std::uint64_t* keys = nullptr;  // (all_rows(), heads, N), of dropout_keys_sm80
+  std::uint32_t threshold = 0;          // in the upper half: lower numbers are dropped
+  float kept = 1.0f;                    // the share of what is kept
+  float factor = 1.0f;                  // what kept weights are taken times: 1 / kept, or 0
+};
+
 struct AttendProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;
@@ -157,9 +165,12 @@ struct AttendProblem {
   // accuracy, it is that times a factor between 1/2 and 1.
   float* log_sums = nullptr;
   float* factors = nullptr;  // of fp32
+  Dropout dropout;
 };
 
-void attend_sm80(const AttendProblem& problem, CUstream_st* stream);       // 16-bit modes
+void attend_sm80(const AttendProblem& problem, CUstream_st* stream);  // 16-bit modes
+void attend_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
+void attend_fp32_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
 void attend_fp32_sm80(const AttendProblem& problem, CUstream_st* stream);  // kTf32, kSplit
 
 // out = product + bias, of (rows, channels) and (channels). For fp32, whose products come from

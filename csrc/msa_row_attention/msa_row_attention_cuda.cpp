@@ -66,6 +66,7 @@ void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
   const std::int64_t at_normalised = memory.take(positions * channels * size);
   const std::int64_t at_projected = memory.take(is_fp32 ? 0 : positions * 4 * width * size);
   const std::int64_t at_attended = memory.take(saving ? 0 : positions * width * size);
+  const std::int64_t at_keys = memory.take(call.seed ? positions * sizes.heads * 8 : 0);
   memory.allocate(out);
   const auto matrix = [&](void* data, std::int64_t rows, std::int64_t columns) {
     return view_of(out, data, {rows, columns}, {columns, 1}, scalar);
@@ -104,6 +105,7 @@ void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
       attend.bias = memory.at(at_bias + group * (bias_size(sizes) / sizes.groups) * size);
       attend.present = prepare.present;
       const std::int64_t first_row = group * sizes.rows + row;
+      attend.dropout = call.draw(part, first_row, memory.at<std::uint64_t>(at_keys), stream);
       if (saving) {
         attend.out = further(saving->gated.mutable_data_ptr(), type, first_row * sizes.n * width);
         attend.log_sums =
@@ -121,7 +123,7 @@ void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
               multiply_fp32(normalised, turned(projections, 4 * width, channels), call.precision);
           attend.projected = projected.const_data_ptr();
           attend.projection_bias = memory.at<float>(at_projection_bias);
-          attend_fp32_sm80(attend, stream);
+          call.attend(attend, stream);
         }
         const Tensor product =
             multiply_fp32(attended, turned(out_weight, channels, width), call.precision);
@@ -137,7 +139,7 @@ void run(const Call& call, const std::optional<Saving>& saving, Tensor& out) {
         multiply(normalised, matrix(projections, 4 * width, channels),
                  vector(at_projection_bias, 4 * width), projected);
         attend.projected = projected.const_data_ptr();
-        attend_sm80(attend, stream);
+        call.attend(attend, stream);
         multiply(attended, matrix(out_weight, channels, width), vector(at_out_bias, channels),
                  matrix(results, count, channels));
       }

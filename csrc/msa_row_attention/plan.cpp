@@ -43,7 +43,6 @@ std::vector<std::string> reasons_against(const Problem& problem) {
     reasons.push_back(std::string("kernels read float32, bfloat16 and float16, got ") +
                       name(problem.msa));
   }
-  if (problem.dropout) reasons.push_back("there is no kernel with dropout yet");
   if (sizes.head_dim < 1 || sizes.head_dim > kMostDim) {
     reasons.push_back("kernels have heads of width 1 to " + std::to_string(kMostDim) + ", got " +
                       std::to_string(sizes.head_dim));
@@ -92,7 +91,7 @@ Choice choose(const Problem& problem) {
     choice.plan.kernel = "none for an empty result";
     return choice;
   }
-  if (!problem.backward && small_fits(sizes)) {
+  if (!problem.backward && !problem.dropout && small_fits(sizes)) {
     choice.small = true;
     choice.plan.kernel = "small_sm80";
     choice.plan.launches = 2;
@@ -105,7 +104,8 @@ Choice choose(const Problem& problem) {
   // their own, one after the other.
   const std::int64_t line = 4 * sizes.width() * size;
   const std::int64_t product = is_fp32 ? std::max(line, sizes.channels * size) : line;
-  const std::int64_t forward = product + (sizes.channels + sizes.width()) * size;
+  const std::int64_t keys = problem.dropout ? 8 * sizes.heads : 0;
+  const std::int64_t forward = product + (sizes.channels + sizes.width()) * size + keys;
   // Gradients of the projections, and of and in front of the gate; of fp32 a product more.
   const std::int64_t backward =
       line + (is_fp32 ? product : 0) + 2 * sizes.width() * size + 8 * sizes.heads;
@@ -121,27 +121,28 @@ Choice choose(const Problem& problem) {
     choice.rows = sizes.rows;
   }
   const std::int64_t rows = choice.groups * choice.rows;
+  const std::string kind =
+      std::string(is_fp32 ? "_fp32" : "") + (problem.dropout ? "_dropout" : "") + "_sm80, ";
+  const std::string product_of = is_fp32 ? "tensor_matmul" : "cuBLAS";
+  std::string& kernel = choice.plan.kernel;
+  if (problem.dropout) kernel = "dropout_keys_sm80, ";
   if (problem.backward) {
-    choice.plan.kernel = is_fp32 ? "backward_gate_sm80, backward_keys_fp32_sm80, "
-                                   "backward_queries_fp32_sm80, backward_bias_fp32_sm80, "
-                                   "norm_backward_sm80, tensor_matmul"
-                                 : "backward_gate_sm80, backward_keys_sm80, "
-                                   "backward_queries_sm80, backward_bias_sm80, "
-                                   "norm_backward_sm80, cuBLAS";
+    kernel += "backward_gate_sm80, backward_keys" + kind + "backward_queries" + kind +
+              "backward_bias" + kind + "norm_backward_sm80, " + product_of;
     choice.plan.launches = 14;
   } else {
-    choice.plan.kernel = is_fp32 ? "prepare_sm80, bias_sm80, tensor_matmul, attend_fp32_sm80, "
-                                   "tensor_matmul, add_bias_sm80"
-                                 : "prepare_sm80, bias_sm80, cuBLAS, attend_sm80, cuBLAS";
+    kernel += "prepare_sm80, bias_sm80, " + product_of + ", attend" + kind + product_of +
+              (is_fp32 ? ", add_bias_sm80" : "");
     choice.plan.launches = is_fp32 ? 4 : 3;
   }
+  choice.plan.launches += problem.dropout ? 1 : 0;
   const int head = width_of(sizes.dim);
   if (is_fp32) {
-    const int index = attend_fp32_tile_of(sizes.n);
+    const int index = problem.dropout ? 0 : attend_fp32_tile_of(sizes.n);
     const AttendTile& tile = kAttendFp32Tiles[index];
     choice.plan.tile = {tile.rows, tile.query_warps * 16, fp32_keys_of_tile(index, head)};
   } else {
-    const AttendTile& tile = kAttendTiles[attend_tile_of(sizes.n, head)];
+    const AttendTile& tile = kAttendTiles[problem.dropout ? 0 : attend_tile_of(sizes.n, head)];
     choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
   }
   choice.plan.workspace_bytes = bias_size(sizes) * size + rows * sizes.n * of_position;

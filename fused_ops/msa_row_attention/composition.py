@@ -688,22 +688,26 @@ class _Dropout:
     """Which attention weights are kept: a hash of the seed and of the weight's own position.
 
     The position is (row of the whole call, head, query, key), so blocks, the backward and a
-    recomputed forward agree. Each (row, head, query) gets a 64-bit key, a hash of hashes; the
-    weight's number is one more hash of that key and j (the SplitMix64 finaliser, in wrapping
-    int64 arithmetic).
+    recomputed forward agree, and so do the kernels (csrc/msa_row_attention/dropout.cuh). Each
+    (row, head, query) gets a 64-bit key, a hash of hashes; two neighbouring keys share one hash of
+    it in 32 bits, which is what a GPU multiplies at once, and have 16 bits of that each.
     """
 
     _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, SplitMix64's increment
     _FIRST = -49064778989728563  # 0xFF51AFD7ED558CCD, MurmurHash3's fmix64
     _SECOND = -4265267296055464877  # 0xC4CEB9FE1A85EC53
+    _WORD = 0xFFFFFFFF
+    NUMBERS = 1 << 16
 
     def __init__(self, seed: Tensor, probability: float, layout: _Layout) -> None:
         self._layout = layout
         self._seed = self._hash(seed.reshape(()).clone())
-        self.factor = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
-        # Numbers are signed and uniform, so this many of 2^64 lie below the threshold.
-        self._threshold = min(round(probability * 2**64) - 2**63, 2**63 - 1)
-        self._keys = torch.arange(layout.length, device=layout.device).mul_(self._GOLDEN)
+        self._threshold = round(probability * self.NUMBERS)
+        # Of what is kept indeed, so that the mean is exact.
+        kept = self.NUMBERS - self._threshold
+        self.factor = self.NUMBERS / kept if kept > 0 else 0.0
+        pairs = torch.arange((layout.length + 1) // 2, device=layout.device)
+        self._pairs = pairs.mul_(0x9E3779B9).bitwise_and_(self._WORD)
         self._ids: tuple[slice, Tensor] | None = None
 
     @staticmethod
@@ -726,17 +730,41 @@ class _Dropout:
         x ^= shifted.bitwise_and_((1 << 31) - 1)
         return x
 
+    def _hash_pairs(self, keys: Tensor) -> Tensor:
+        """32 bits for each key and two neighbours: (..., pairs), in int64 without their signs."""
+        word = self._WORD
+        x = ((keys & word).unsqueeze(-1) + self._pairs).bitwise_and_(word)
+        shifted = x >> 16
+        x ^= shifted
+        x *= 0x7FEB352D
+        x &= word
+        torch.bitwise_right_shift(x, 15, out=shifted)
+        x ^= shifted
+        x ^= (keys >> 32).bitwise_and_(word).unsqueeze(-1)
+        x *= 0x846CA68B
+        x &= word
+        torch.bitwise_right_shift(x, 16, out=shifted)
+        x ^= shifted
+        return x
+
+    def keys(self, rows: Tensor, heads: slice, queries: slice) -> Tensor:
+        """The 64-bit keys (rows * heads, queries) of rows of the call."""
+        device = rows.device
+        maps = rows[:, None] * self._layout.num_heads
+        maps = maps + torch.arange(heads.start, heads.stop, device=device)
+        x = self._hash(maps.mul_(self._GOLDEN).add_(self._seed)).view(-1, 1)
+        positions = torch.arange(queries.start, queries.stop, device=device)
+        return self._hash(x + positions * self._GOLDEN)
+
     def keep(self, chunk: _Chunk, rows: slice, dtype: torch.dtype) -> Tensor:
         """1 where a weight of the chunk is kept, else 0: (maps, queries, N)."""
         if self._ids is None or self._ids[0] != rows:
             self._ids = (rows, self._layout.row_ids(rows))
-        heads = torch.arange(chunk.heads.start, chunk.heads.stop, device=self._keys.device)
-        maps = self._ids[1][chunk.rows, None] * self._layout.num_heads + heads
-        x = self._hash(maps.mul_(self._GOLDEN).add_(self._seed)).view(-1, 1)
-        queries = torch.arange(chunk.queries.start, chunk.queries.stop, device=self._keys.device)
-        x = self._hash(x + queries * self._GOLDEN)
-        x = self._hash(x.unsqueeze(-1) + self._keys)
-        return (x >= self._threshold).to(dtype)
+        x = self._hash_pairs(self.keys(self._ids[1][chunk.rows], chunk.heads, chunk.queries))
+        keep = torch.empty((*x.shape, 2), dtype=dtype, device=x.device)
+        keep[..., 1] = (x >> 16) >= self._threshold
+        keep[..., 0] = x.bitwise_and_(self.NUMBERS - 1) >= self._threshold
+        return keep.view(*x.shape[:-1], -1)[..., : self._layout.length]
 
 
 def _attention_weights(

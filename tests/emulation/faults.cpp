@@ -33,6 +33,7 @@ enum class Planted {
   kUnalignedCopy,
   kUnalignedMatrix,
   kUnalignedLoad,
+  kUnalignedShortLoad,
   kUnalignedStore,
   kDivergentBarrier,
   kDivergentWarp,
@@ -76,6 +77,7 @@ const std::map<std::string, Planted> kPlanted = {
     {"unaligned_copy", Planted::kUnalignedCopy},
     {"unaligned_matrix", Planted::kUnalignedMatrix},
     {"unaligned_load", Planted::kUnalignedLoad},
+    {"unaligned_short_load", Planted::kUnalignedShortLoad},
     {"unaligned_store", Planted::kUnalignedStore},
     {"divergent_barrier", Planted::kDivergentBarrier},
     {"divergent_warp", Planted::kDivergentWarp},
@@ -154,6 +156,9 @@ __device__ void multiply(const Shared& shared, const Params& p, int stage, int w
     if (p.planted == Planted::kUnalignedMatrix) column += 4;
     if (p.planted == Planted::kUnalignedLoad) {
       load_shared_16(shared_address(&shared.a[stage][0][0]) + 4);
+    }
+    if (p.planted == Planted::kUnalignedShortLoad) {
+      load_shared_8(shared_address(&shared.a[stage][0][0]) + 4);
     }
     ldmatrix_x4(a, shared_address(&shared.a[stage][warp / 2 * 16 + row][l + column]));
     const std::uint16_t* b_row = &shared.b[stage][l + lane % 16][warp % 2 * 16 + lane / 16 * 8];

@@ -105,20 +105,30 @@ struct WordsShared {
   alignas(16) std::uint32_t words[32][4];
 };
 
-__global__ void shared_load_kernel(const std::uint32_t* from, uint4* to) {
+struct SharedLoadParams {
+  const std::uint32_t* from;
+  uint4* to;
+  uint2* halves;  // the second ones
+};
+
+__global__ void shared_load_kernel(SharedLoadParams p) {
   auto& shared = shared_memory<WordsShared>();
   for (int i = 0; i < 4; ++i) {
     const SharedAddress at = shared_address(&shared.words[threadIdx.x][i]);
-    cp_async_4(at, from + threadIdx.x * 4 + i, i < 3 ? 4 : 0);
+    cp_async_4(at, p.from + threadIdx.x * 4 + i, i < 3 ? 4 : 0);
   }
   cp_async_commit();
   cp_async_wait<0>();
-  to[threadIdx.x] = load_shared_16(shared_address(shared.words[threadIdx.x]));
+  const SharedAddress at = shared_address(shared.words[threadIdx.x]);
+  p.to[threadIdx.x] = load_shared_16(at);
+  p.halves[threadIdx.x] = load_shared_8(at + 8);
 }
 
 const emulation::Kernel shared_load("shared_load", [](Request& request) {
-  emulation::launch(shared_load_kernel, 1, 32, sizeof(WordsShared),
-                    request.input<std::uint32_t>("words"), request.output<uint4>("out", 32));
+  emulation::launch(
+      shared_load_kernel, 1, 32, sizeof(WordsShared),
+      SharedLoadParams{request.input<std::uint32_t>("words"), request.output<uint4>("out", 32),
+                       request.output<uint2>("halves", 32)});
 });
 
 // An 8x8 matrix, row after row, gathered into fragments and transposed.

@@ -164,6 +164,12 @@ inline void cp_async_4(SharedAddress shared, const void* global, int bytes,
                            global, bytes, site);
 }
 
+inline uint2 load_shared_8(SharedAddress shared, emulation::Site site = emulation::Site::here()) {
+  const void* pointer = emulation::shared_pointer(shared);
+  emulation::check_shared(pointer, 8, 8, "load_shared_8", site);
+  return *static_cast<const uint2*>(pointer);
+}
+
 inline uint4 load_shared_16(SharedAddress shared, emulation::Site site = emulation::Site::here()) {
   const void* pointer = emulation::shared_pointer(shared);
   emulation::check_shared(pointer, 16, 16, "load_shared_16", site);

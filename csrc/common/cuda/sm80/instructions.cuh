@@ -51,6 +51,16 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* global, int
                : "memory");
 }
 
+// 8 bytes of shared memory, of which the address is a number. It is aligned to 8.
+__device__ __forceinline__ uint2 load_shared_8(SharedAddress shared) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(shared)
+               : "memory");
+  return words;
+}
+
 // 16 bytes of shared memory, of which the address is a number. It is aligned to 16.
 __device__ __forceinline__ uint4 load_shared_16(SharedAddress shared) {
   uint4 words;
