@@ -165,7 +165,7 @@ def check(given, p=0.3, first_row=0, dropout_seed=3, **settings):
 
 
 @pytest.mark.parametrize("dtype", MODES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 17, 64, 77, 141])
+@pytest.mark.parametrize("n", [1, 17, 64, 141])
 def test_any_length(n, dtype):
     check(problem(1, 3, n, 2, 32, dtype))
 

@@ -64,7 +64,7 @@ def check(given, p=0.3, *, most=3.0, floor=2e-7, first_row=0, dropout_seed=3, **
     return got
 
 
-@pytest.mark.parametrize("n", [1, 2, 17, 64, 77, 141])
+@pytest.mark.parametrize("n", [1, 17, 64, 141])
 def test_any_length(n):
     # A single key has no gradient but what roundings leave: with the factor and its inverse there
     # are two more, and 4.2 was measured.
