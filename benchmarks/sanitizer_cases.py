@@ -42,8 +42,9 @@ TRIANGLES = (
 )
 
 # Rows, N, msa_dim, pair_dim, heads, dtype: for the two launches that take few positions, lines of
-# each length, few queries and many; for the others rows of one and of several tiles of keys, heads
-# of all widths in shared memory, one of them filled up.
+# each length, few queries and many; for the others, which take more than 256 channels or 128
+# positions, rows of one and of several tiles of keys, heads of all widths in shared memory, some of
+# them filled up.
 ATTENTIONS = (
     (3, 17, 24, 7, 3, torch.float32),
     (4, 32, 64, 32, 4, torch.float32),
@@ -51,15 +52,28 @@ ATTENTIONS = (
     (2, 70, 120, 132, 2, torch.float32),
     (3, 33, 65, 33, 13, torch.bfloat16),
     (1, 9, 200, 24, 2, torch.bfloat16),
-    (125, 17, 24, 7, 3, torch.bfloat16),
-    (52, 40, 64, 16, 2, torch.float16),
-    (2, 130, 80, 40, 2, torch.bfloat16),
-    (2, 131, 120, 132, 2, torch.bfloat16),
-    (2, 129, 128, 24, 1, torch.bfloat16),
-    (63, 33, 65, 33, 13, torch.bfloat16),
-    (125, 17, 24, 7, 3, torch.float32),
-    (2, 130, 80, 40, 2, torch.float32),
-    (52, 40, 128, 24, 1, torch.float32),
+    (3, 17, 264, 7, 11, torch.bfloat16),
+    (2, 40, 264, 16, 33, torch.float16),
+    (3, 33, 264, 33, 8, torch.bfloat16),
+    (2, 20, 264, 7, 3, torch.bfloat16),
+    (1, 131, 65, 40, 5, torch.bfloat16),
+    (1, 130, 120, 132, 2, torch.bfloat16),
+    (3, 17, 264, 7, 11, torch.float32),
+    (2, 40, 264, 24, 3, torch.float32),
+    (1, 130, 65, 40, 5, torch.float32),
+)
+# Rows, N, msa_dim, heads, dtype.
+ATTENTION_BACKWARDS = (
+    (5, 17, 24, 3, torch.bfloat16),
+    (3, 40, 72, 3, torch.float16),
+    (2, 70, 80, 2, torch.bfloat16),
+    (2, 70, 65, 5, torch.bfloat16),
+    (2, 20, 120, 2, torch.bfloat16),
+    (1, 33, 128, 1, torch.bfloat16),
+    (3, 20, 24, 3, torch.float32),
+    (2, 70, 65, 5, torch.float32),
+    (1, 40, 80, 2, torch.float32),
+    (1, 33, 128, 1, torch.float32),
 )
 
 
@@ -128,9 +142,8 @@ def run_triangle(n: int, channels: int, hidden: int, dtype: torch.dtype) -> int:
 
 def run_attention(
     rows: int, n: int, channels: int, pair_channels: int, heads: int, dtype: torch.dtype
-) -> int:
-    """Forward and backward, with and without a mask; of two groups, with a norm of the pair, and
-    of one pair tensor for all. Returns the number of backward passes."""
+) -> None:
+    """The forward, with and without a mask; of two groups, and with a norm of the pair."""
     module = fused_ops.MSARowAttention(channels, pair_channels, heads).to(dtype)
     msa = torch.randn(2, rows, n, channels, dtype=dtype)
     pair = torch.randn(2, n, n, pair_channels, dtype=dtype)
@@ -139,44 +152,57 @@ def run_attention(
     mask[0, 0, n // 2 :] = False
     narrow = 1 + (pair_channels - 1) // 128  # heads that kernels take
     triangle = fused_ops.TriangleAttention(pair_channels, narrow, direction="ending").to(dtype)
+    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     cases = ((module, (msa, pair, mask)), (module, (msa, pair[:1], None)), (triangle, (pair,)))
+    with torch.no_grad():
+        for given, inputs in cases:
+            (result,), (exact,) = (_attend(given, inputs, device) for device in ("cuda", "cpu"))
+            error = (result.cpu().double() - exact).norm()
+            assert error <= near * exact.norm(), f"off by {error:.3g}"
+
+
+def run_attention_backward(rows: int, n: int, channels: int, heads: int, dtype: torch.dtype) -> int:
+    """With a mask, and with a norm of the pair. Returns the number of backward passes."""
+    module = fused_ops.MSARowAttention(channels, 16, heads).to(dtype)
+    msa, pair = torch.randn(2, rows, n, channels), torch.randn(2, n, n, 16)
+    mask = torch.rand(2, rows, n) > 0.3
+    mask[..., 0] = True
+    triangle = fused_ops.TriangleAttention(24, 1).to(dtype)
+    cases = ((module, (msa, pair, mask)), (triangle, (torch.randn(1, 17, 17, 24),)))
+    near = 1e-4 if dtype == torch.float32 else 5e-2
     for given, inputs in cases:
-        results = [
-            _attend(given, inputs, device, double)
-            for device, double in (("cuda", False), ("cpu", True))
-        ]
-        near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-        largest = max(x.norm() for x in results[1][1:])
-        for ours, exact in zip(*results, strict=True):
-            error = (ours.cpu().double() - exact).norm()
+        typed = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        ours, exact = (_attend(given, typed, device) for device in ("cuda", "cpu"))
+        largest = max(x.norm() for x in exact)
+        for a, b in zip(ours, exact, strict=True):
+            error = (a.cpu().double() - b).norm()
             # What shifts all logits of a query alike has no gradient but noise.
-            assert error <= near * (exact.norm() + largest / 10), f"off by {error:.3g}"
-            near = 5e-2 if dtype != torch.float32 else 1e-4  # gradients
+            assert error <= near * (b.norm() + largest / 10), f"off by {error:.3g}"
     return len(cases)
 
 
-def _attend(
-    given: torch.nn.Module, inputs: Sequence[Tensor | None], device: str, double: bool
-) -> list[Tensor]:
-    """The result and all gradients."""
+def _attend(given: torch.nn.Module, inputs: Sequence[Tensor | None], device: str) -> list[Tensor]:
+    """The result, on the CPU in float64, and all gradients where there is a graph."""
     module = copy.deepcopy(given).to(device)
     tensors = [None if x is None else x.to(device) for x in inputs]
-    if double:
+    if device == "cpu":
         module.double()
         tensors = [x.double() if x is not None and x.is_floating_point() else x for x in tensors]
+    if not torch.is_grad_enabled():
+        return [module(*tensors)]
     leaves = [x.requires_grad_() for x in tensors if x is not None and x.is_floating_point()]
     result = module(*tensors)
     weights = torch.linspace(-1, 1, result.numel(), device=device).sin().view(result.shape)
-    grads = torch.autograd.grad(result, [*leaves, *module.parameters()], weights.to(result.dtype))
-    return [result.detach(), *grads]
+    wanted = [*leaves, *module.parameters()]
+    return [result.detach(), *torch.autograd.grad(result, wanted, weights.to(result.dtype))]
 
 
 def run_dropout(n: int, heads: int, dtype: torch.dtype) -> int:
     """A training step with dropout, whose mask nobody else has: its numbers are finite."""
     module = fused_ops.MSARowAttention(48, 16, heads, dropout=0.25).to("cuda", dtype)
-    msa = torch.randn(2, 3, n, 48, dtype=dtype).cuda().requires_grad_()
-    pair = torch.randn(2, n, n, 16, dtype=dtype).cuda().requires_grad_()
-    mask = (torch.rand(2, 3, n) > 0.3).cuda()
+    msa = torch.randn(1, 2, n, 48, dtype=dtype).cuda().requires_grad_()
+    pair = torch.randn(1, n, n, 16, dtype=dtype).cuda().requires_grad_()
+    mask = (torch.rand(1, 2, n) > 0.3).cuda()
     result = module(msa, pair, mask)
     grads = torch.autograd.grad(result.sin().sum(), [msa, pair, *module.parameters()])
     assert all(x.isfinite().all() for x in (result, *grads))
@@ -192,10 +218,10 @@ def run_all() -> None:
         backwards += sum(run_triangle(*triangle) for triangle in TRIANGLES)
     if chosen in ("", "attention"):
         for attention in ATTENTIONS:
-            backwards += run_attention(*attention)
-        for heads in (1, 2, 3):
-            for dtype in (torch.bfloat16, torch.float32):
-                backwards += run_dropout(70, heads, dtype)
+            run_attention(*attention)
+        backwards += sum(run_attention_backward(*backward) for backward in ATTENTION_BACKWARDS)
+        for dtype in (torch.bfloat16, torch.float32):
+            backwards += run_dropout(70, 2, dtype)
     torch.cuda.synchronize()
     print(f"all cases right, {backwards} backward passes among them")
 
@@ -222,6 +248,7 @@ def report_kernels() -> int:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    torch.set_num_threads(4)  # the tools run side by side
     if sys.argv[1:] == ["--kernels"]:
         sys.exit(report_kernels())
     run_all()
