@@ -535,16 +535,19 @@ class Operator:
 
             @staticmethod
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                # Zeros for what was saved would be as large as that.
+                ctx.set_materialize_grads(False)
                 if isinstance(output, Tensor):
                     op._save(ctx, inputs)
                     return
                 _, *saved = output
                 ctx.mark_non_differentiable(*saved)
-                ctx.set_materialize_grads(False)  # they would be as large as what was saved
                 op._save(ctx, inputs, saved)
 
             @staticmethod
             def backward(ctx: Any, *grads: Any) -> Any:
+                if grads[0] is None:  # as PyTorch's own ops: no gradient has come, none goes on
+                    return (None,) * len(ctx.others)
                 return op._backward(ctx, grads[0])
 
         # PyTorch asks for it at every call, and takes 40 us to find it out anew.

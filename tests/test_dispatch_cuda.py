@@ -139,3 +139,32 @@ def test_the_backward_of_a_device_is_for_cuda_with_a_library_and_a_plan(monkeypa
     plan[True] = "kernel"
     monkeypatch.setattr(_library, "cuda_library_status", _library.Status(False, "none"))
     assert not operator._is_for_device_backward(on_cuda, flat)
+
+
+class Nothing(torch.autograd.Function):
+    """Passes on that there is no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("op", DISPATCHED_OPS)
+def test_where_no_gradient_comes_none_goes_on(monkeypatch, op, saves):
+    """As of PyTorch's own ops; whether or not the forward has saved anything."""
+    fused, _ = build(op)
+    operator = OPERATORS[op]
+    if saves:
+        run = operator._run_forward
+        monkeypatch.setattr(operator, "_run_saving", lambda args: (run(args), torch.ones(3)))
+    first, *others = inputs(op, 5)
+    result = fused(first.requires_grad_(), *others)
+    assert len(result.grad_fn.saved_tensors) == len(operator._tensors) + saves
+    wanted = [first, *fused.parameters()]
+    grads = torch.autograd.grad(Nothing.apply(result).sum(), wanted, allow_unused=True)
+    assert all(grad is None for grad in grads)

@@ -3,7 +3,7 @@
 //
 // A block takes the same queries of a few rows, because these share the bias. A warp has 32 queries
 // (16 of wide heads) of one row and walks its keys, 64 at a time through a ring in shared memory,
-// 32 at a time through registers. Logits stay in units of q k^T: the bias, stored times sqrt(d), is
+// 16 at a time through registers. Logits stay in units of q k^T: the bias, stored times sqrt(d), is
 // what the products are added to. What is subtracted before the exponential follows the largest
 // logit only when it grew by more than 2^kSlack; the sum of the weights is one more column of the
 // product with v.

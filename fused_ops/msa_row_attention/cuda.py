@@ -17,13 +17,14 @@ def cuda_backward(grad: Tensor, *args: Any) -> list[Tensor] | None:
 
     Arguments as :func:`composition.backward` takes them, and last what
     ``msa_row_attention_forward_saving`` has saved: the gated attention and the logarithms of the
-    softmax's sums, or nothing.
+    softmax's sums, in fp32 with a factor for each; or nothing.
     """
     *args_of_op, saved = args
     if grad.numel() == 0:
         return None
     # Not looked up at import: the library that defines it is loaded later, if at all.
     op = torch.ops.fused_ops.msa_row_attention_backward_cuda.default
-    gated, log_sums = saved or (None, None)
+    # Hooks of saved tensors may have given them other strides.
+    gated, log_sums = (t.contiguous() for t in saved) if saved else (None, None)
     grads: list[Tensor] = op(grad, gated, log_sums, *args_of_op)
     return grads
