@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of msa_row_attention's attention: its launchers one after the other.
 #define FUSED_OPS_FEW_KERNELS
-#include "emulation/driver.h"
+#include "emulation/msa_row_attention_backward.h"
 #include "msa_row_attention/add_slabs_sm80.cu"
 #include "msa_row_attention/attend_sm80.cu"
 #include "msa_row_attention/backward_bias_sm80.cu"
@@ -15,42 +15,14 @@ using emulation::Request;
 using namespace fused_ops::msa_row_attention;
 
 const emulation::Kernel backward("backward", [](Request& request) {
-  BackwardProblem p;
-  Sizes& s = p.sizes;
-  s.groups = request.integer("groups");
-  s.rows = request.integer("rows");
-  s.n = request.integer("n");
-  s.heads = static_cast<int>(request.integer("heads"));
-  s.dim = static_cast<int>(request.integer("dim"));
-  s.head_dim = s.dim;
-  p.mode = static_cast<Mode>(request.integer("mode"));
-  p.projected = request.input<char>("projected");
-  p.bias = request.input<char>("bias");
-  if (request.integer("masked")) p.present = request.input<std::uint64_t>("present");
-  p.d_gated = request.input<char>("d_gated");
-  const std::int64_t size = s.positions() * s.width() * 2;  // in bytes
-  const std::int64_t queries = s.all_rows() * s.heads * s.n;
-  AttendProblem attend;
-  attend.sizes = s;
-  attend.mode = p.mode;
-  attend.projected = p.projected;
-  attend.bias = p.bias;
-  attend.present = p.present;
-  attend.out = request.output<char>("gated", size);
-  attend.log_sums = request.output<float>("log_sums", queries);
-  attend_sm80(attend, nullptr);
-  p.gated = attend.out;
-  p.log_sums = attend.log_sums;
-  p.d_attended = request.output<char>("d_attended", size);
-  p.d_projected = request.output<char>("d_projected", 4 * size);
-  p.row_dots = request.output<float>("row_dots", queries);
-  backward_gate_sm80(p, nullptr);
-  backward_keys_sm80(p, nullptr);
-  backward_queries_sm80(p, nullptr);
-  p.d_bias = request.output<float>("d_bias", s.groups * s.heads * s.n * s.n);
-  const std::int64_t partial = bias_partial_size(s, fused_ops::multiprocessors());
-  if (partial > 0) p.partial = request.output<float>("partial", partial);
-  backward_bias_sm80(p, nullptr);
+  constexpr emulation::BackwardSteps kSteps{
+      &attend_sm80,
+      &backward_gate_sm80,
+      &backward_keys_sm80,
+      &backward_queries_sm80,
+      &backward_bias_sm80,
+      [](const Sizes& sizes) { return bias_partial_size(sizes, fused_ops::multiprocessors()); }};
+  emulation::run_backward(request, kSteps);
 });
 
 }  // namespace
