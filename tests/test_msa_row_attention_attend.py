@@ -35,14 +35,19 @@ def pack_mask(mask):
     return (bits.view(rows, words, 64) * weights).sum(-1)
 
 
-def attend(projected, bias, mask, heads):
+# With many multiprocessors the blocks of any problem here are few, which has a tile of its own.
+FEW_BLOCKS, MANY_BLOCKS = 1000, 0
+BOTH = pytest.mark.parametrize("blocks", [FEW_BLOCKS, MANY_BLOCKS], ids=["few", "many"])
+
+
+def attend(projected, bias, mask, heads, blocks=MANY_BLOCKS, seed=0):
     """``projected`` (groups, rows, N, 4, heads, d), ``bias`` (groups, heads, N, N)."""
     groups, rows, n, _, _, dim = projected.shape
     inputs = {
         "projected": projected,
         "bias": pack_bias((bias * math.sqrt(dim)).to(projected.dtype)),
     }
-    settings = {"masked": mask is not None}
+    settings = {"masked": mask is not None, "multiprocessors": blocks, "seed": seed}
     if mask is not None:
         inputs["present"] = pack_mask(mask.view(-1, n))
     sizes = {"groups": groups, "rows": rows, "n": n, "heads": heads, "dim": dim}
@@ -81,10 +86,10 @@ def problem(groups, rows, n, heads, dim, dtype, *, masked=True, gain=1.0):
     return projected.to(dtype), bias, mask
 
 
-def check(given, heads):
+def check(given, heads, blocks=MANY_BLOCKS):
     projected, bias, mask = given
     dtype = projected.dtype
-    out = attend(projected, bias, mask, heads)
+    out = attend(projected, bias, mask, heads, blocks)
     expected = reference(*given)
     # Weights and results are rounded; the largest value bounds a sum with weights of sum one.
     size = projected[:, :, :, 2].double().abs().amax((2, 4), keepdim=True)
@@ -100,10 +105,26 @@ def test_any_length(n, dtype):
     check(problem(1, 3, n, 2, 32, dtype), 2)
 
 
+@pytest.mark.parametrize("dtype", MODES, ids=str)
+@pytest.mark.parametrize("n", [65, 77, 128, 257])
+def test_any_length_of_few_blocks(n, dtype):
+    check(problem(1, 2, n, 1, 32, dtype), 1, FEW_BLOCKS)
+
+
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 48, 64, 72, 128])
 @pytest.mark.parametrize("n", [9, 33, 70])
 def test_any_width(dim, n):
     check(problem(1, 2, n, 1, dim, torch.bfloat16), 1)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 40, 48])
+def test_any_width_of_few_blocks(dim):
+    check(problem(1, 2, 70, 1, dim, torch.bfloat16), 1, FEW_BLOCKS)
+
+
+@pytest.mark.parametrize("dim", [56, 64])
+def test_long_rows_of_wide_heads(dim):
+    check(problem(1, 2, 290, 1, dim, torch.bfloat16), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9])
@@ -112,13 +133,20 @@ def test_rows_of_several_groups(rows, n):
     check(problem(3, rows, n, 3, 16, torch.bfloat16), 3)
 
 
+@BOTH
+def test_rows_of_several_groups_of_long_rows(blocks):
+    check(problem(3, 2, 131, 3, 16, torch.bfloat16), 3, blocks)
+
+
+@BOTH
 @pytest.mark.parametrize("n", [33, 130])
-def test_without_mask(n):
+def test_without_mask(n, blocks):
     projected, bias, _ = problem(1, 2, n, 2, 32, torch.bfloat16, masked=False)
-    check((projected, bias, None), 2)
+    check((projected, bias, None), 2, blocks)
 
 
-def test_whole_tiles_without_keys():
+@BOTH
+def test_whole_tiles_without_keys(blocks):
     given = problem(1, 4, 270, 1, 32, torch.bfloat16)
     mask = given[2]
     mask[0, 0, 64:] = False  # all but the first tile
@@ -126,24 +154,26 @@ def test_whole_tiles_without_keys():
     mask[0, 1, 200] = True
     mask[0, 2, 32:64] = False  # half a tile
     mask[0, 3, 1:-1] = False
-    check(given, 1)
+    check(given, 1, blocks)
 
 
+@BOTH
 @pytest.mark.parametrize("n", [17, 40, 130])
-def test_row_without_any_key_is_zero(n):
+def test_row_without_any_key_is_zero(n, blocks):
     given = problem(1, 3, n, 2, 32, torch.bfloat16)
     given[2][0, 1] = False
-    check(given, 2)
+    check(given, 2, blocks)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", MODES, ids=str)
-def test_large_logits(dtype):
+def test_large_logits(dtype, blocks):
     """Weights that are all but zero or one; the largest logit comes late for some queries."""
     given = problem(1, 2, 200, 1, 32, dtype, gain=6.0)
     given[1].add_(torch.arange(200) * 0.5)  # by columns
     projected, bias, mask = given
     bias = storable(bias, 32, dtype)
-    check((projected, bias, mask), 1)
+    check((projected, bias, mask), 1, blocks)
 
 
 def test_very_negative_logits():
@@ -179,15 +209,16 @@ def test_nan_of_absent_keys_reaches_nothing():
     assert torch.equal(attend(changed, bias, mask, 1), expected)
 
 
+@BOTH
 @pytest.mark.parametrize("at", [3, 66, 100])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_values_of_absent_keys_reach_what_they_reach_in_pytorch(at, bad):
+def test_bad_values_of_absent_keys_reach_what_they_reach_in_pytorch(at, bad, blocks):
     """NaN and infinity times a weight of zero are NaN; in tiles without any key, too."""
     projected, bias, mask = problem(1, 3, 130, 1, 32, torch.bfloat16)
     mask[..., 64:128] = False
     mask[..., at] = False
     projected[0, 1, at, 2, 0, 5] = bad
-    out = attend(projected, bias, mask, 1)
+    out = attend(projected, bias, mask, 1, blocks)
     assert torch.equal(out.isnan(), reference(projected, bias, mask).isnan())
     assert out.isnan().any()
 
@@ -207,16 +238,9 @@ def test_nan_and_inf_reach_the_same_places(where, bad):
     assert torch.equal(out.isnan(), expected.isnan())
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_any_schedule(seed):
+def test_any_schedule(seed, blocks):
     projected, bias, mask = problem(1, 2, 140, 1, 32, torch.bfloat16)
-    out = [attend(projected, bias, mask, 1)]
-    inputs = {"projected": projected, "bias": pack_bias((bias * math.sqrt(32)).bfloat16())}
-    inputs |= {
-        "present": pack_mask(mask.view(-1, 140)),
-    }
-    sizes = {"groups": 1, "rows": 2, "n": 140, "heads": 1, "dim": 32, "mode": 0}
-    other = driver("msa_row_attention_attend").run(
-        "attend", inputs, seed=seed + 1, masked=1, **sizes
-    )
-    assert torch.equal(other["out"].view(torch.bfloat16).view_as(out[0]), out[0])
+    out = attend(projected, bias, mask, 1, blocks)
+    assert torch.equal(attend(projected, bias, mask, 1, blocks, seed=seed + 1), out)

@@ -24,12 +24,12 @@ inline AttendParams attend_params_of(const AttendProblem& problem) {
 
 template <Mode mode, int width, int tile, bool dropout = false>
 void launch_attend(const char* what, const Sizes& sizes, AttendParams& p, CUstream_st* stream) {
-  constexpr int kRows = kAttendTiles[tile].rows;
-  constexpr int kQueryWarps = kAttendTiles[tile].query_warps;
-  constexpr int kQueryTiles = queries_of_warp(width) / 16;
-  constexpr bool kOneTile = tile > 0 && width <= 64;  // of keys
-  constexpr int kStages = kOneTile ? 1 : 2;
-  using Kernel = Attend<mode, width, kRows, kQueryWarps, kQueryTiles, kStages, dropout>;
+  constexpr int kRows = attend_tile(tile).rows;
+  constexpr int kQueryWarps = attend_tile(tile).query_warps;
+  constexpr int kQueryTiles = attend_queries(width, tile) / 16;
+  constexpr int kStages = kRows > 1 ? 1 : 2;
+  constexpr int kAhead = attend_bias_ahead(tile);
+  using Kernel = Attend<mode, width, kRows, kQueryWarps, kQueryTiles, kStages, kAhead, dropout>;
   const std::int64_t row_blocks = ceil_div(sizes.rows, kRows);
   const std::int64_t query_tiles = ceil_div(sizes.n, Kernel::kQueries);
   const std::int64_t blocks = sizes.groups * row_blocks * sizes.heads * query_tiles;
@@ -47,9 +47,9 @@ void launch_attend(const char* what, const Sizes& sizes, AttendParams& p, CUstre
   p.width = sizes.width();
   p.logit_scale = kLog2E / std::sqrt(static_cast<float>(sizes.head_dim));
   p.slack_scale = 1.0f / p.logit_scale;
-  launch(what, attend_kernel<mode, width, kRows, kQueryWarps, kQueryTiles, kStages, dropout>,
-         static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream,
-         p);
+  launch(
+      what, attend_kernel<mode, width, kRows, kQueryWarps, kQueryTiles, kStages, kAhead, dropout>,
+      static_cast<unsigned>(blocks), Kernel::kThreads, sizeof(typename Kernel::Shared), stream, p);
 }
 
 }  // namespace fused_ops::msa_row_attention

@@ -11,12 +11,19 @@ void attend_sm80(const AttendProblem& problem, CUstream_st* stream) {
   with_mode_and_width(kWhat, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr Mode kMode = decltype(mode_of)::value;
     constexpr int kWidth = decltype(width_of)::value;
-    const int tile = attend_tile_of(sizes.n, kWidth);
-    if (tile == 0) return launch_attend<kMode, kWidth, 0>(kWhat, sizes, p, stream);
+    const int tile = attend_tile_of(sizes, multiprocessors());
+    const auto call = [&](auto tile_of) {
+      launch_attend<kMode, kWidth, decltype(tile_of)::value>(kWhat, sizes, p, stream);
+    };
+    if (tile == 0) return call(std::integral_constant<int, 0>());
     if constexpr (kWidth <= 64) {
-      if (tile == 1) return launch_attend<kMode, kWidth, 1>(kWhat, sizes, p, stream);
+      if (tile == 1) return call(std::integral_constant<int, 1>());
     }
-    if constexpr (kWidth <= 48) launch_attend<kMode, kWidth, 2>(kWhat, sizes, p, stream);
+    if constexpr (kWidth <= 48) {
+      if (tile == 2) return call(std::integral_constant<int, 2>());
+      call(std::integral_constant<int, kFewBlocksTile>());
+    }
+    if constexpr (kWidth == 64) call(std::integral_constant<int, kLongRowsTile>());
   });
 }
 

@@ -35,9 +35,9 @@ struct AttendParams {
 };
 
 // `width`: of a head in shared memory, a multiple of 16. A block has `row_count` rows and of each
-// 16 * `query_tiles` * `query_warps` queries.
+// 16 * `query_tiles` * `query_warps` queries; the bias is asked for `bias_ahead` steps ahead.
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
-          bool dropout = false>
+          int bias_ahead, bool dropout>
 struct Attend {
   static constexpr int kRowThreads = 32 * query_warps;
   static constexpr int kThreads = kRowThreads * row_count;
@@ -51,6 +51,10 @@ struct Attend {
   static constexpr int kSteps = width / 16;
   static constexpr int kTiles = width / 8;  // of results
   static constexpr int kStep = 16;          // keys at a time
+  static constexpr int kTileSteps = kKeys / kStep;
+  // A step, so that its numbers arrive while the one before is worked on, or a tile.
+  static constexpr bool kTileAhead = bias_ahead == kTileSteps;
+  static_assert(kTileAhead || bias_ahead == 1);
   static constexpr float kMinusInfinity = -__builtin_huge_valf();
   // A thread has one piece of a line, of every kKeyStep-th line.
   static constexpr int kPieceRoom = Line::kPieceRoom;
@@ -183,7 +187,7 @@ struct Attend {
 
   using Logits = float[kM][kStep / 8][4];
 
-  uint4 ahead[2][kM][kStep / kBiasBlock];  // bias of a step and of the next one
+  uint4 ahead[kTileAhead ? kTileSteps : 2][kM][kStep / kBiasBlock];  // bias of these steps
   std::uint32_t query[kM][kSteps][4];
   float total[kM][kTiles][4];
   float sums[kM][4];   // of the weights; columns are equal
@@ -202,7 +206,8 @@ struct Attend {
       next_key();
     }
     present[kAhead] = mask_word(kAhead);
-    load_bias(0);
+#pragma unroll
+    for (int i = 0; i < bias_ahead; ++i) load_bias(i);
     is_whole() ? load_queries<true>() : load_queries<false>();
     if (dropout) load_dropout_keys();
     clear();
@@ -219,22 +224,20 @@ struct Attend {
       for (int i = 0; i < kAhead; ++i) present[i] = present[i + 1];
       present[kAhead] = mask_word(tile + kAhead + 1);
       const auto keys = lines + tile % kStages * kStageBytes;
-      const auto load_next_bias = [&](int step) {
-        if (step == kKeys / kStep) {  // of the next tile; of the last one again behind it
-          if (tile + 1 < p.tiles) bias += kTileBlocks * 32;
-          step = 0;
-        }
-        load_bias(step);
+      const auto to_next_tile_of_bias = [&] {  // stays at the last one
+        if (tile + 1 < p.tiles) bias += kTileBlocks * 32;
       };
       if (here != 0) {
         any = true;
 #pragma unroll
-        for (int i = 0; i < kKeys / kStep; ++i) {
+        for (int i = 0; i < kTileSteps; ++i) {
           constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kStep);
           const std::uint64_t some = here >> (i * kStep) & kAll;
-          load_next_bias(i + 1);
+          if (i + bias_ahead == kTileSteps) to_next_tile_of_bias();
+          if (!kTileAhead) load_bias((i + 1) % kTileSteps);
           Logits logits;
           start_with_bias(logits, i);
+          if (kTileAhead) load_bias(i);
           multiply_keys(logits, keys + i * kStep * kPitch);
           if (some != kAll) remove_absent(logits, some);
           follow_largest(logits);
@@ -242,7 +245,9 @@ struct Attend {
                      (tile * (kKeys / 2) + lane() % 4 + i * (kStep / 2)) * kDropoutStep);
         }
       } else {
-        load_next_bias(kKeys / kStep);
+        to_next_tile_of_bias();
+#pragma unroll
+        for (int i = 0; i < bias_ahead; ++i) load_bias(i);
         add_nothing(keys + kTileBytes);
       }
     }
@@ -303,6 +308,9 @@ struct Attend {
     return first_query + warp_query() + m * 16 + h * 8 + lane() / 4;
   }
 
+  // Where the bias of a step is kept.
+  static constexpr int bias_at(int step) { return step % (kTileAhead ? kTileSteps : 2); }
+
   // Of the keys of a step of the tile that `bias` points to, from global memory: no other warp of
   // the row needs it, and what another row has read is in the first-level cache.
   __device__ __forceinline__ void load_bias(int step) {
@@ -310,7 +318,7 @@ struct Attend {
     for (int b = 0; b < kStep / kBiasBlock; ++b) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        ahead[step % 2][m][b] = (bias + m * bias_line)[(step * (kStep / kBiasBlock) + b) * 32];
+        ahead[bias_at(step)][m][b] = (bias + m * bias_line)[(step * (kStep / kBiasBlock) + b) * 32];
       }
     }
   }
@@ -320,7 +328,7 @@ struct Attend {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int b = 0; b < kStep / kBiasBlock; ++b) {
-        const uint4& four = ahead[step % 2][m][b];
+        const uint4& four = ahead[bias_at(step)][m][b];
         const std::uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -524,11 +532,13 @@ struct Attend {
 
 // At least 16 warps on a multiprocessor where a head is narrow; else registers come first.
 template <Mode mode, int width, int row_count, int query_warps, int query_tiles, int stage_count,
-          bool dropout = false>
+          int bias_ahead, bool dropout>
 __global__ void __launch_bounds__(32 * query_warps * row_count,
-                                  attend_threads(width, dropout) / (32 * query_warps * row_count))
+                                  attend_threads(width, query_tiles, dropout) /
+                                      (32 * query_warps * row_count))
     attend_kernel(const __grid_constant__ AttendParams params) {
-  Attend<mode, width, row_count, query_warps, query_tiles, stage_count, dropout>::run(params);
+  Attend<mode, width, row_count, query_warps, query_tiles, stage_count, bias_ahead, dropout>::run(
+      params);
 }
 
 }  // namespace fused_ops::msa_row_attention

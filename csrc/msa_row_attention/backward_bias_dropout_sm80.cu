@@ -9,7 +9,7 @@ void backward_bias_dropout_sm80(const BackwardProblem& problem, CUstream_st* str
   if (sizes.positions() == 0 || sizes.heads == 0) return;
   with_mode_and_width(kBias, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr Mode kMode = decltype(mode_of)::value;
-    launch_bias<kMode, decltype(width_of)::value, false, true>(kBias, problem, stream);
+    launch_bias<kMode, decltype(width_of)::value, true>(kBias, problem, stream);
   });
 }
 

@@ -7,9 +7,9 @@
 
 namespace fused_ops::msa_row_attention {
 
-template <Mode mode, int width, bool large, bool dropout = false>
+template <Mode mode, int width, bool dropout>
 void launch_bias(const char* what, const BackwardProblem& problem, CUstream_st* stream) {
-  constexpr BiasTile kTile = dropout ? dropout_bias_tile(width) : bias_tile(width, large);
+  constexpr BiasTile kTile = bias_tile(width, dropout);
   using Kernel = BackwardBias<mode, width, kTile.query_warps, kTile.key_warps, kTile.query_tiles,
                               kTile.stages, dropout>;
   static_assert(Kernel::kBlockQueries == kTile.queries() && Kernel::kBlockKeys == kTile.keys());

@@ -10,7 +10,6 @@ void backward_bias_sm80(const BackwardProblem& problem, CUstream_st* stream) {
   with_mode_and_width(kBias, problem.mode, sizes.dim, [&](auto mode_of, auto width_of) {
     constexpr Mode kMode = decltype(mode_of)::value;
     constexpr int kWidth = decltype(width_of)::value;
-    if (is_large_bias(sizes.n)) return launch_bias<kMode, kWidth, true>(kBias, problem, stream);
     launch_bias<kMode, kWidth, false>(kBias, problem, stream);
   });
 }

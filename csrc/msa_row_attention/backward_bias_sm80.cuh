@@ -455,10 +455,7 @@ struct BackwardBias {
 
 template <Mode mode, int width, int query_warps, int key_warps, int query_tiles, int stage_count,
           bool dropout = false>
-__global__ void __launch_bounds__(32 * query_warps * key_warps,
-                                  width <= 32 && query_warps * key_warps == 4 ? 3
-                                  : query_warps * key_warps == 4              ? 2
-                                                                              : 1)
+__global__ void __launch_bounds__(32 * query_warps * key_warps, bias_tile(width, dropout).blocks)
     backward_bias_kernel(const __grid_constant__ BackwardBiasParams params) {
   BackwardBias<mode, width, query_warps, key_warps, query_tiles, stage_count, dropout>::run(params);
 }

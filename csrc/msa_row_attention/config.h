@@ -29,21 +29,41 @@ struct AttendTile {
 
 constexpr AttendTile kAttendTiles[] = {{1, 4}, {2, 2}, {4, 1}};
 
-// Of a warp: 32, or 16 where a head is wide. With 16 of heads of 64 as many warps fit a
-// multiprocessor as of narrow ones.
-constexpr int queries_of_warp(int width) {
-  return width > 48 ? 16 : 32;
+// Two more of the forward. Few blocks: a warp that is all but alone on its scheduler has half as
+// many queries and asks for the bias a whole tile of keys ahead, for nothing but latency counts.
+// Long rows of heads of 64: twice as many queries, for each of which keys need not be read again.
+constexpr int kFewBlocksTile = 3, kLongRowsTile = 4;
+
+constexpr AttendTile attend_tile(int tile) {
+  return kAttendTiles[tile < kFewBlocksTile ? tile : 0];
 }
 
-// The threads of a row of wide heads copy no fewer than eight lines at a time.
-constexpr int attend_tile_of(std::int64_t n, int width) {
-  return width > 64 ? 0 : width > 48 ? (n > 32 ? 0 : 1) : n > 64 ? 0 : n > 32 ? 1 : 2;
+// Of a warp. With 16 of heads of 64 as many warps fit a multiprocessor as of narrow ones.
+constexpr int attend_queries(int width, int tile) {
+  return tile == kFewBlocksTile ? 16 : tile == kLongRowsTile ? 32 : width > 48 ? 16 : 32;
+}
+
+// Steps of 16 keys that the bias is asked for ahead.
+constexpr int attend_bias_ahead(int tile) {
+  return tile == kFewBlocksTile ? 4 : 1;
+}
+
+constexpr int attend_tile_of(const Sizes& sizes, int multiprocessors) {
+  const int width = width_of(sizes.dim);
+  const std::int64_t n = sizes.n;
+  // The threads of a row of wide heads copy no fewer than eight lines at a time.
+  if (width > 64) return 0;
+  if (width > 48) return n > 256 ? kLongRowsTile : n > 32 ? 0 : 1;
+  if (n <= 64) return n > 32 ? 1 : 2;
+  const std::int64_t blocks = sizes.all_rows() * sizes.heads * ceil_div(n, 128);
+  return blocks <= std::int64_t{2} * multiprocessors ? kFewBlocksTile : 0;
 }
 
 // Of a multiprocessor.
-constexpr int attend_threads(int width, bool dropout) {
+constexpr int attend_threads(int width, int query_tiles, bool dropout) {
   if (dropout) return width <= 32 ? 384 : 256;
-  return width <= 32 || width == 64 ? 512 : 256;
+  if (query_tiles == 1) return width <= 64 ? 512 : 256;
+  return width <= 32 ? 512 : width == 64 ? 384 : 256;
 }
 
 // Likewise for fp32, a warp with 16 queries.
@@ -76,42 +96,26 @@ constexpr int backward_stages(int width, int tile) {
   return tile > 0 ? 1 : 2;
 }
 
-// A block of the bias's gradient: warps of 16 * query_tiles queries and 64 keys. The larger it is
-// the less is read. Heads up to 32 wide: 16 warps, alone on a multiprocessor with 128 registers a
-// thread. Beyond, what two stages take of 99 KB of shared memory decides, and at 128 a single one.
+// A block of the bias's gradient: warps of 16 * query_tiles queries and 64 keys. Larger blocks,
+// which read less, were slower: four such with 128 registers a thread fit a multiprocessor where
+// heads are narrow (three with dropout, whose hash has registers of its own).
 struct BiasTile {
   int query_warps;
   int key_warps;
   int query_tiles;
-  int stages;
+  int stages;  // one where heads are so wide that two take more than 99 KB of shared memory
   int blocks;  // that a multiprocessor holds at a time
 
   constexpr int queries() const { return 16 * query_tiles * query_warps; }
   constexpr int keys() const { return 64 * key_warps; }
 };
 
-constexpr BiasTile bias_tile(int width, bool large) {
-  return width > 64   ? BiasTile{4, 1, 1, 1, 2}
-         : !large     ? BiasTile{4, 1, 1, 2, width > 32 ? 2 : 3}
-         : width > 32 ? BiasTile{4, 2, 1, 2, 1}
-                      : BiasTile{8, 2, 1, 2, 1};
-}
-
-constexpr bool is_large_bias(std::int64_t n) {
-  return n > 64;
-}
-
-// With dropout one tile, whatever the length: the large one of narrow heads would spill 48 bytes
-// and more of 128 registers, and of wide ones leaves no shared memory for keys of the hash.
-constexpr bool kLargeDropoutBias = false;
-
-constexpr BiasTile dropout_bias_tile(int width) {
-  return bias_tile(width, kLargeDropoutBias && width <= 32);
+constexpr BiasTile bias_tile(int width, bool dropout) {
+  return {4, 1, 1, width > 64 ? 1 : 2, width > 32 ? 2 : dropout ? 3 : 4};
 }
 
 constexpr BiasTile bias_tile_of(const Sizes& sizes, bool dropout) {
-  const int width = width_of(sizes.dim);
-  return dropout ? dropout_bias_tile(width) : bias_tile(width, is_large_bias(sizes.n));
+  return bias_tile(width_of(sizes.dim), dropout);
 }
 
 // Blocks for all rows.

@@ -142,8 +142,10 @@ Choice choose(const Problem& problem) {
     const AttendTile& tile = kAttendFp32Tiles[index];
     choice.plan.tile = {tile.rows, tile.query_warps * 16, fp32_keys_of_tile(index, head)};
   } else {
-    const AttendTile& tile = kAttendTiles[problem.dropout ? 0 : attend_tile_of(sizes.n, head)];
-    choice.plan.tile = {tile.rows, tile.query_warps * queries_of_warp(head), 64};
+    constexpr int kUsual = 132;  // multiprocessors: the planner has no device to ask
+    const int index = problem.dropout ? 0 : attend_tile_of(sizes, kUsual);
+    const AttendTile tile = attend_tile(index);
+    choice.plan.tile = {tile.rows, tile.query_warps * attend_queries(head, index), 64};
   }
   choice.plan.workspace_bytes = bias_size(sizes) * size + rows * sizes.n * of_position;
   if (problem.backward) {

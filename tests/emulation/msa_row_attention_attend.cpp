@@ -24,6 +24,7 @@ const emulation::Kernel attend("attend", [](Request& request) {
   p.bias = request.input<char>("bias");
   if (request.integer("masked")) p.present = request.input<std::uint64_t>("present");
   p.out = request.output<char>("out", s.positions() * s.width() * 2);
+  fused_ops::emulated_multiprocessors = static_cast<int>(request.integer("multiprocessors"));
   attend_sm80(p, nullptr);
 });
 

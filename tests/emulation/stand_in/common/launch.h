@@ -18,9 +18,11 @@ inline Capability device_capability(int) {
   return {8, 0};
 }
 
-// Few, so that blocks which walk over tiles take several.
+// Few, so that blocks which walk over tiles take several. A driver may choose another number.
+inline int emulated_multiprocessors = 3;
+
 inline int multiprocessors() {
-  return 3;
+  return emulated_multiprocessors;
 }
 
 inline int shared_bytes_of_multiprocessor() {
