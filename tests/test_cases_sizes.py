@@ -252,6 +252,46 @@ def test_h02_msa_of_more_than_2_to_the_32_elements():
     )
 
 
+def assert_deep_alignment(rows, n, c, pair_dim, heads, parts, dtype, device):
+    """A deep alignment against the same in parts: results and gradients of its rows are theirs,
+    those of pair tensor and parameters the sum of theirs."""
+    fused, _ = msa(c, pair_dim, heads, dtype=dtype, device=device)
+    pair = randn(1, n, n, pair_dim, dtype=dtype, device=device)
+    whole = torch.randn(1, rows, n, c, dtype=dtype, device=device).requires_grad_()
+    mask = torch.rand(1, rows, n, device=device) > 0.2
+    cotangent = torch.randn(1, rows, n, c, dtype=dtype, device=device)
+    result = fused(whole, pair, mask)
+    wanted = {"msa": whole, "pair": pair, **dict(fused.named_parameters())}
+    grads = torch.autograd.grad(result, list(wanted.values()), cotangent)
+    grads = dict(zip(wanted, grads, strict=True))
+    sums = {name: 0.0 for name in wanted if name != "msa"}
+    for i in range(parts):
+        part = slice(i * rows // parts, (i + 1) * rows // parts)
+        wanted["msa"] = whole[:, part].detach().clone().requires_grad_()
+        alone = fused(wanted["msa"], pair, mask[:, part])
+        assert relative_error(result[:, part], alone) <= 4 * ROUNDING[dtype]
+        found = torch.autograd.grad(alone, list(wanted.values()), cotangent[:, part])
+        for name, gradient in zip(wanted, found, strict=True):
+            if name == "msa":
+                assert relative_error(grads["msa"][:, part], gradient) <= 4 * ROUNDING[dtype]
+            else:
+                sums[name] = sums[name] + gradient.double()
+    tolerance = 32 * ROUNDING[dtype] if dtype == torch.float32 else 4 * ROUNDING[dtype]
+    for name, expected in sums.items():
+        assert relative_error(grads[name], expected) <= tolerance, name
+
+
+def test_h02_deep_alignment_in_parts():
+    assert_deep_alignment(70, 33, 8, 6, 2, 4, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+def test_h02_deep_alignment_of_more_than_2_to_the_31_elements():
+    rows, n, c = 16400, 512, 256
+    assert rows * n * c > LIMIT
+    assert_deep_alignment(rows, n, c, 128, 8, 4, torch.bfloat16, "cuda")
+
+
 # H03: tensor_matmul with more than 2^31 results, and L = 1 ---------------------------------------
 
 LONG = [((1025, 128, 128, 32), (32, 128)), ((8209, 16, 32, 1), (1, 512))]
