@@ -363,10 +363,15 @@ std::vector<Tensor> backward(const Tensor& grad, const MaybeTensor& gated,
     call_operator("aten::copy_", kept, grad, false);
   }
   const Sizes& sizes = call.sizes();
+  const auto is_of_call = [&](const std::optional<Tensor>& saved, ScalarType type, auto count) {
+    return !saved ||
+           (saved->numel() == count && saved->scalar_type() == type && saved->is_contiguous() &&
+            saved->get_device_index() == msa.get_device_index());
+  };
+  const auto queries = sizes.positions() * sizes.heads;
   FO_CHECK_RUNTIME(gated.has_value() == log_sums.has_value() &&
-                       (!gated || (gated->numel() == sizes.positions() * sizes.width() &&
-                                   log_sums->numel() ==
-                                       sizes.positions() * sizes.heads * (call.is_fp32() ? 2 : 1))),
+                       is_of_call(gated, call.scalar(), sizes.positions() * sizes.width()) &&
+                       is_of_call(log_sums, ScalarType::Float, queries * (call.is_fp32() ? 2 : 1)),
                    kOp, ": what was saved must be of this call");
   return Backward(call, kept, {gated, log_sums}, inputs, needs).run();
 }

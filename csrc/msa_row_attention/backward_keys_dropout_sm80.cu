@@ -15,7 +15,7 @@ void backward_keys_dropout_sm80(const BackwardProblem& problem, CUstream_st* str
     constexpr int kWidth = decltype(width_of)::value;
     constexpr AttendTile kTile = kAttendTiles[0];
     constexpr int kM = keys_of_warp(kWidth) / 16;
-    constexpr int kStages = backward_stages(kWidth, 0);
+    constexpr int kStages = backward_stages(0);
     using Kernel = BackwardKeys<kMode, kWidth, kTile.rows, kTile.query_warps, kM, kStages, true>;
     BackwardParams p = params_of(problem);
     const unsigned blocks = cut_rows(what, sizes, kTile.rows, Kernel::kBlockKeys, &p);

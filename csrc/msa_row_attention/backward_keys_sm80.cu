@@ -14,7 +14,7 @@ void backward_keys_sm80(const BackwardProblem& problem, CUstream_st* stream) {
     constexpr int kRows = kAttendTiles[kTile].rows;
     constexpr int kWarps = kAttendTiles[kTile].query_warps;
     constexpr int kM = keys_of_warp(kWidth) / 16;
-    constexpr int kStages = backward_stages(kWidth, kTile);
+    constexpr int kStages = backward_stages(kTile);
     using Kernel = BackwardKeys<kMode, kWidth, kRows, kWarps, kM, kStages>;
     BackwardParams p = params_of(problem);
     const unsigned blocks = cut_rows(what, problem.sizes, kRows, Kernel::kBlockKeys, &p);

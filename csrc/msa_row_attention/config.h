@@ -92,7 +92,7 @@ constexpr int backward_tile_of(std::int64_t n, int of_warp, int width) {
 }
 
 // Of the ring. One where short rows have a single tile to walk.
-constexpr int backward_stages(int width, int tile) {
+constexpr int backward_stages(int tile) {
   return tile > 0 ? 1 : 2;
 }
 
