@@ -53,38 +53,6 @@ inline Lead lead_of(const Tensor& msa, const Tensor& pair) {
   return lead;
 }
 
-// Axes [from, to) of sizes and strides as one; false where one stride cannot walk them.
-inline bool merge_axes(const std::vector<std::int64_t>& sizes,
-                       const std::vector<std::int64_t>& strides, std::size_t from, std::size_t to,
-                       std::int64_t* stride) {
-  *stride = 0;
-  bool any = false;
-  std::int64_t next = 0;
-  for (std::size_t i = to; i-- > from;) {
-    if (sizes[i] == 1) continue;
-    if (!any) {
-      *stride = strides[i];
-    } else if (strides[i] != next) {
-      return false;
-    }
-    any = true;
-    next = strides[i] * sizes[i];
-  }
-  return true;
-}
-
-// Strides of a tensor whose leading axes broadcast to `sizes`; axes that it lacks have stride 0.
-inline std::vector<std::int64_t> broadcast_strides(const Tensor& tensor,
-                                                   const std::vector<std::int64_t>& sizes) {
-  const std::size_t missing = sizes.size() - static_cast<std::size_t>(tensor.dim());
-  std::vector<std::int64_t> strides(sizes.size(), 0);
-  for (std::size_t i = missing; i < sizes.size(); ++i) {
-    const auto axis = static_cast<std::int64_t>(i - missing);
-    if (tensor.size(axis) != 1) strides[i] = tensor.stride(axis);
-  }
-  return strides;
-}
-
 // Strides of a dense tensor (groups, rows, n) of lines; cheaper than a look at each axis.
 template <class Strided>
 bool walk_dense(const Tensor& tensor, std::int64_t groups, std::int64_t rows, std::int64_t n,

@@ -3,19 +3,13 @@
 #pragma once
 
 #include <cmath>
-#include <type_traits>
 
+#include "common/products.h"
+#include "common/workspace.h"
 #include "msa_row_attention/arguments.h"
 #include "msa_row_attention/dropout.h"
 
 namespace fused_ops::msa_row_attention {
-
-// So many numbers behind `data`.
-template <class T>
-T* further(T* data, DType type, std::int64_t numbers) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return static_cast<Byte*>(data) + numbers * bytes_of(type);
-}
 
 struct Parameters {
   const Tensor& layer_norm_weight;
@@ -177,36 +171,5 @@ struct Call {
     return p;
   }
 };
-
-// Pieces of one allocation, each at 256 bytes: an allocation costs as much time of the host as a
-// launch.
-class Workspace {
- public:
-  // To be called for all pieces, then `allocate`.
-  std::int64_t take(std::int64_t bytes) {
-    const std::int64_t begin = end_;
-    end_ += ceil_div(bytes, 256) * 256;
-    return begin;
-  }
-  void allocate(const Tensor& like) {
-    tensor_ = empty(like, {end_}, ScalarType::Byte);
-    memory_ = static_cast<unsigned char*>(tensor_->mutable_data_ptr());
-  }
-  template <class T = unsigned char>
-  T* at(std::int64_t begin) const {
-    return reinterpret_cast<T*>(memory_ + begin);
-  }
-
- private:
-  std::int64_t end_ = 0;
-  MaybeTensor tensor_;
-  unsigned char* memory_ = nullptr;
-};
-
-// a * b of fp32 numbers, to the precision of the op: ATen's product would be one of FFMAs.
-inline Tensor multiply_fp32(const Tensor& a, const Tensor& b, const std::string& precision) {
-  return call_operator("fused_ops::tensor_matmul_forward", a, b, precision,
-                       std::optional<ScalarType>());
-}
 
 }  // namespace fused_ops::msa_row_attention

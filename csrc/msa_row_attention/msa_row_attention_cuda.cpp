@@ -4,18 +4,11 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/sanitizers.h"
 #include "msa_row_attention/call.h"
 #include "msa_row_attention/small.h"
 
 namespace fused_ops::msa_row_attention {
 namespace {
-
-// out = a * b^T, and a bias of as many columns.
-void multiply(const Tensor& a, const Tensor& b, const MaybeTensor& bias, const Tensor& out) {
-  if (fills_products()) call_operator("aten::zero_", out);
-  call_overload("aten::linear", "out", a, b, bias, out);
-}
 
 void run_small(const Call& call, Tensor& out) {
   SmallProblem small;
