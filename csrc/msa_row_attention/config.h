@@ -96,33 +96,24 @@ constexpr int backward_stages(int tile) {
   return tile > 0 ? 1 : 2;
 }
 
-// A block of the bias's gradient: warps of 16 * query_tiles queries and 64 keys. Larger blocks,
-// which read less, were slower: four such with 128 registers a thread fit a multiprocessor where
-// heads are narrow (three with dropout, whose hash has registers of its own).
+// A block of the bias's gradient has so many queries, 16 to a warp, and keys. Larger blocks, which
+// read less, were slower: four such with 128 registers a thread fit a multiprocessor where heads
+// are narrow (three with dropout, whose hash has registers of its own).
+constexpr int kBiasQueries = 64, kBiasKeys = 64;
+
 struct BiasTile {
-  int query_warps;
-  int key_warps;
-  int query_tiles;
   int stages;  // one where heads are so wide that two take more than 99 KB of shared memory
   int blocks;  // that a multiprocessor holds at a time
-
-  constexpr int queries() const { return 16 * query_tiles * query_warps; }
-  constexpr int keys() const { return 64 * key_warps; }
 };
 
 constexpr BiasTile bias_tile(int width, bool dropout) {
-  return {4, 1, 1, width > 64 ? 1 : 2, width > 32 ? 2 : dropout ? 3 : 4};
-}
-
-constexpr BiasTile bias_tile_of(const Sizes& sizes, bool dropout) {
-  return bias_tile(width_of(sizes.dim), dropout);
+  return {width > 64 ? 1 : 2, width > 32 ? 2 : dropout ? 3 : 4};
 }
 
 // Blocks for all rows.
-constexpr std::int64_t bias_grid(const Sizes& sizes, bool dropout) {
-  const BiasTile tile = bias_tile_of(sizes, dropout);
-  return sizes.groups * sizes.heads * ceil_div(sizes.n, tile.queries()) *
-         ceil_div(sizes.n, tile.keys());
+constexpr std::int64_t bias_grid(const Sizes& sizes) {
+  return sizes.groups * sizes.heads * ceil_div(sizes.n, kBiasQueries) *
+         ceil_div(sizes.n, kBiasKeys);
 }
 
 // Into how many slabs the rows are cut: the fewest that keep nine tenths of the device busy, if
@@ -150,9 +141,8 @@ constexpr std::int64_t slabs_of_rows(std::int64_t grid, std::int64_t all_rows,
 }
 
 constexpr std::int64_t bias_slabs(const Sizes& sizes, int multiprocessors, bool dropout) {
-  const BiasTile tile = bias_tile_of(sizes, dropout);
-  return slabs_of_rows(bias_grid(sizes, dropout), sizes.rows,
-                       std::int64_t{multiprocessors} * tile.blocks);
+  const BiasTile tile = bias_tile(width_of(sizes.dim), dropout);
+  return slabs_of_rows(bias_grid(sizes), sizes.rows, std::int64_t{multiprocessors} * tile.blocks);
 }
 
 // Numbers of BackwardProblem::partial.
