@@ -170,8 +170,9 @@ struct BackwardBias {
   // it; zeros for keys and values that are not there.
   __device__ __forceinline__ void copy(int row) {
     if (p.present) copy_mask(row + 1);
-    const std::uint64_t here = here_in(row);
-    if (row < shared_memory<Shared>().count && here != 0) {
+    // Of a row that is not there nobody has written which keys are.
+    const std::uint64_t here = row < shared_memory<Shared>().count ? here_in(row) : 0;
+    if (here != 0) {
       const unsigned piece = thread % Line::kPieceRoom, line = thread / Line::kPieceRoom;
       const Writes write = writes();
       const auto to = lines + row % kStages * kStageBytes;
