@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	@echo "== running the tests"
-	$(BIN)/python -m pytest tests/
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

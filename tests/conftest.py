@@ -3,12 +3,21 @@
 
 A test that takes ``device`` runs on the CPU and, marked ``gpu``, on CUDA. Without a GPU the CUDA
 twins are skipped with one reason; ``FUSED_OPS_REQUIRE_CUDA=1`` turns those skips into failures.
+
+A worker of pytest-xdist takes its share of the cores, and first what has much to compile.
 """
 
 import os
 
-import pytest
-import torch
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+if _WORKERS:  # before torch reads them; for the processes that tests start, too
+    _CORES = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _CORES // _WORKERS)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from emulation.build import driver  # noqa: E402
 
 _REASON = "needs a CUDA device, torch sees none"
 
@@ -21,6 +30,8 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
+    if _WORKERS:
+        items.sort(key=lambda item: getattr(item.module, "driver", None) is not driver)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of msa_row_attention's attention for fp32 tensors: its launchers one after the
-// other.
+// other. That of the forward is linked: build.py.
 #define FUSED_OPS_FEW_KERNELS
 #include "emulation/msa_row_attention_backward.h"
 #include "msa_row_attention/add_slabs_sm80.cu"
-#include "msa_row_attention/attend_fp32_sm80.cu"
 #include "msa_row_attention/backward_bias_fp32_sm80.cu"
 #include "msa_row_attention/backward_gate_sm80.cu"
 #include "msa_row_attention/backward_keys_fp32_sm80.cu"
