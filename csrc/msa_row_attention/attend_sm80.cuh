@@ -227,14 +227,25 @@ struct Attend {
       const auto to_next_tile_of_bias = [&] {  // stays at the last one
         if (tile + 1 < p.tiles) bias += kTileBlocks * 32;
       };
+      // In one place: asked for where it is needed, heads of 64 spill within the loop.
+      const auto load_next_bias = [&](int step) {
+        if (kTileAhead) {  // asked for where the one before it has been used
+          if (step == 1) to_next_tile_of_bias();
+          return;
+        }
+        if (step == kTileSteps) {
+          to_next_tile_of_bias();
+          step = 0;
+        }
+        load_bias(step);
+      };
       if (here != 0) {
         any = true;
 #pragma unroll
         for (int i = 0; i < kTileSteps; ++i) {
           constexpr std::uint64_t kAll = ~std::uint64_t{0} >> (64 - kStep);
           const std::uint64_t some = here >> (i * kStep) & kAll;
-          if (i + bias_ahead == kTileSteps) to_next_tile_of_bias();
-          if (!kTileAhead) load_bias((i + 1) % kTileSteps);
+          load_next_bias(i + 1);
           Logits logits;
           start_with_bias(logits, i);
           if (kTileAhead) load_bias(i);
@@ -245,9 +256,11 @@ struct Attend {
                      (tile * (kKeys / 2) + lane() % 4 + i * (kStep / 2)) * kDropoutStep);
         }
       } else {
-        to_next_tile_of_bias();
+        load_next_bias(kTileAhead ? 1 : kTileSteps);
+        if (kTileAhead) {
 #pragma unroll
-        for (int i = 0; i < bias_ahead; ++i) load_bias(i);
+          for (int i = 0; i < kTileSteps; ++i) load_bias(i);
+        }
         add_nothing(keys + kTileBytes);
       }
     }
