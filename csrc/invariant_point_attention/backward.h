@@ -5,8 +5,8 @@
 // then for a block of queries at a time, whose logits and dS stay in the L2 cache,
 //   (logits)             as in the forward
 //   pair_dots            (pair values) what dP owes to them, from the pair-value tensor
-//   keys_backward        dS; sums over queries: gradients of keys and values. A block walks queries.
-//   queries_backward     sums over keys: gradients of queries. A block walks keys.
+//   keys_backward        dS; sums over queries: gradients of keys and values. A block walks
+//   queries. queries_backward     sums over keys: gradients of queries. A block walks keys.
 //   pair_backward        gradients of the pair tensor and of the bias projection
 //   distances_backward   (head weights) sums of dS times squared distances
 // and at the end
@@ -45,9 +45,9 @@ struct OutputBackwardProblem {
   const void* d_features = nullptr;  // likewise
   const float* gathered = nullptr;   // of the forward
   // Results. Zeros where no key of the batch element is there.
-  // (batch, heads, n, value_line) of type_of(mode): the gradient of v (dim), then that of the points
-  // in the global frame as often as `values` has them, zeros: its dot product with a line of `values`
-  // is dP without pair values.
+  // (batch, heads, n, value_line) of type_of(mode): the gradient of v (dim), then that of the
+  // points in the global frame as often as `values` has them, zeros: its dot product with a line of
+  // `values` is dP without pair values.
   void* d_gathered = nullptr;
   // (batch, heads, n): sum over keys of P dP, from the gathered numbers: d_gathered, as it has been
   // rounded, times features' scalars and (gathered + translation - centre), plus d_features times
@@ -103,11 +103,12 @@ struct PairBackwardProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;
   Block block;
-  int channels = 0;                 // of the tensor whose gradient this is
-  const void* d_logits = nullptr;   // (batch, heads, block.rows, pair_line) of type_of(mode); or null
-  Stored weight;                    // (heads, channels)
+  int channels = 0;  // of the tensor whose gradient this is
+  const void* d_logits =
+      nullptr;    // (batch, heads, block.rows, pair_line) of type_of(mode); or null
+  Stored weight;  // (heads, channels)
   float bias_scale = 1.0f;
-  const float* logits = nullptr;    // with d_features
+  const float* logits = nullptr;  // with d_features
   const float* log_sums = nullptr;
   const void* d_features = nullptr;  // (nodes(), features()): its pair values are read; or null
   // Results.
@@ -115,10 +116,11 @@ struct PairBackwardProblem {
   DType grad_type = DType::kFloat32;
   bool accumulate = false;  // grad, of fp32, is added to, for one batch element at a time
   Pairs pair;               // what dS is multiplied with for the sums
-  // (parts, heads, channels + 1), the last column dS alone; or null. The sums of the parts, in order.
+  // (parts, heads, channels + 1), the last column dS alone; or null. The sums of the parts, in
+  // order.
   float* sums = nullptr;
-  int parts = 0;            // as pair_sum_parts() says for the largest block
-  bool add_sums = false;    // to those of an earlier block
+  int parts = 0;          // as pair_sum_parts() says for the largest block
+  bool add_sums = false;  // to those of an earlier block
 };
 
 // How many blocks of threads share the sums.
@@ -151,20 +153,20 @@ struct FramesBackwardProblem {
   float point_scale = 1.0f;
   Stored head_weights;
   float norm_eps = 0.0f;
-  const void* projected = nullptr;    // (nodes(), projected()): the local points are read
+  const void* projected = nullptr;  // (nodes(), projected()): the local points are read
   const float* q_points = nullptr;
   const float* k_points = nullptr;
   const void* features = nullptr;
   const void* d_features = nullptr;
   const float* gathered = nullptr;
   const Centre* centres = nullptr;
-  const float* d_queries = nullptr;   // sums of the scores' kernels
+  const float* d_queries = nullptr;  // sums of the scores' kernels
   const float* d_keys = nullptr;
   const float* d_values = nullptr;
   // Results.
-  void* d_projected = nullptr;        // (nodes(), projected()) of type_of(mode), zeros in the filling
-  float* d_translations = nullptr;    // (batch, n, 3); or null
-  float* d_rotations = nullptr;       // (batch, n, 3, 3); or null
+  void* d_projected = nullptr;      // (nodes(), projected()) of type_of(mode), zeros in the filling
+  float* d_translations = nullptr;  // (batch, n, 3); or null
+  float* d_rotations = nullptr;     // (batch, n, 3, 3); or null
 };
 
 void frames_backward_sm80(const FramesBackwardProblem& problem, CUstream_st* stream);  // any mode

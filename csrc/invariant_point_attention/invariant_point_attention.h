@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What host op, launchers and kernels of invariant point attention say to each other. Plain data: no
-// torch, no CUDA.
+// What host op, launchers and kernels of invariant point attention say to each other. Plain data:
+// no torch, no CUDA.
 //
 // The forward is
 //   prepare   LayerNorm of the nodes; the mask as bits; the centre of each batch element; the
@@ -66,17 +66,17 @@ struct Sizes {
   constexpr int query_numbers() const { return 3 * query_points; }
   constexpr int value_numbers() const { return 3 * value_points; }
 
-  // Columns of what the input projections give for a node, in this order: q, k, v (heads, dim); query,
-  // key and value points (heads, points, xyz); zeros up to a multiple of 8.
+  // Columns of what the input projections give for a node, in this order: q, k, v (heads, dim);
+  // query, key and value points (heads, points, xyz); zeros up to a multiple of 8.
   constexpr int query_points_at() const { return 3 * width(); }
   constexpr int key_points_at() const { return query_points_at() + heads * query_numbers(); }
   constexpr int value_points_at() const { return key_points_at() + heads * query_numbers(); }
   constexpr int projected_filled() const { return value_points_at() + heads * value_numbers(); }
   constexpr int projected() const { return static_cast<int>(round_up(projected_filled(), 8)); }
 
-  // Columns of what the output projection gets for a node: gathered scalars (heads, head_dim), local
-  // points (heads, points, xyz), their lengths (heads, points) if `norms`, gathered pair values
-  // (heads, value_channels); zeros up to a multiple of 8.
+  // Columns of what the output projection gets for a node: gathered scalars (heads, head_dim),
+  // local points (heads, points, xyz), their lengths (heads, points) if `norms`, gathered pair
+  // values (heads, value_channels); zeros up to a multiple of 8.
   constexpr int points_at() const { return heads * head_dim; }
   constexpr int norms_at() const { return points_at() + heads * value_numbers(); }
   constexpr int pair_values_at() const { return norms_at() + (norms ? heads * value_points : 0); }
@@ -85,8 +85,8 @@ struct Sizes {
 };
 
 // Points that products gather are stored as one fp32 number in fp32 modes and as two of the 16-bit
-// type otherwise, high + low. Infinities of high are replaced by the largest finite number where the
-// coordinate is finite, so that a residue that is not there cannot make a NaN.
+// type otherwise, high + low. Infinities of high are replaced by the largest finite number where
+// the coordinate is finite, so that a residue that is not there cannot make a NaN.
 constexpr int point_copies(Mode mode) {
   return is_fp32(mode) ? 1 : 2;
 }
@@ -138,7 +138,8 @@ struct Pairs {
   std::int64_t j_stride = 0;
 };
 
-// Frames, contiguous in a batch element: translations (n, xyz), rotations (n, 3, 3), fp32 or 16-bit.
+// Frames, contiguous in a batch element: translations (n, xyz), rotations (n, 3, 3), fp32 or
+// 16-bit.
 struct Frames {
   Stored translations;
   std::int64_t translations_stride = 0;  // from a batch element to the next; 0: shared
@@ -146,7 +147,8 @@ struct Frames {
   std::int64_t rotations_stride = 0;
 };
 
-// Of a batch element. Points are stored less the centre; fp32 translations less it are exact near it.
+// Of a batch element. Points are stored less the centre; fp32 translations less it are exact near
+// it.
 struct alignas(16) Centre {
   float at[3];
   float present;  // residues that are there; 0: the attention of the batch element is zero
@@ -158,11 +160,11 @@ struct PrepareProblem {
   float eps = 0.0f;
   Nodes node;
   Mask mask;
-  Frames frames;                   // translations only
-  Stored norm_weight, norm_bias;   // (channels); both null: no LayerNorm, nodes are only converted
-  Linear q, k, v;                  // (heads * head_dim, channels)
+  Frames frames;                  // translations only
+  Stored norm_weight, norm_bias;  // (channels); both null: no LayerNorm, nodes are only converted
+  Linear q, k, v;                 // (heads * head_dim, channels)
   Linear q_points, k_points, v_points;  // (heads * points * 3, channels)
-  Linear out;                      // (channels, features_filled())
+  Linear out;                           // (channels, features_filled())
   // Results; null: not wanted.
   void* normalised = nullptr;        // (nodes(), channels) of type_of(mode)
   std::uint64_t* present = nullptr;  // (batch, mask_words(n)); null where mask.data is null
@@ -187,7 +189,7 @@ struct FramesProblem {
   // Results. Global coordinates less the centre.
   float* q_points = nullptr;  // (batch, heads, n, point_line)
   float* k_points = nullptr;
-  void* values = nullptr;     // (batch, heads, n, value_line) of type_of(mode)
+  void* values = nullptr;  // (batch, heads, n, value_line) of type_of(mode)
   // What the backward multiplies with, (batch, heads, n, moment_line) of type_of(mode); backward.h
   // says what it is. Null: not wanted.
   void* q_moments = nullptr;
@@ -239,8 +241,8 @@ struct ValuesProblem {
                              // filling too
   float* log_sums = nullptr;  // (batch, heads, n): a weight is 2^(logit - log_sum); +inf where no
                               // key is there. Or null.
-  float* gathered = nullptr;  // (batch, n, heads, value_numbers()): the points that were gathered, in
-                              // the global frame, less the query's translation. Or null.
+  float* gathered = nullptr;  // (batch, n, heads, value_numbers()): the points that were gathered,
+                              // in the global frame, less the query's translation. Or null.
 };
 
 void values_sm80(const ValuesProblem& problem, CUstream_st* stream);
