@@ -38,6 +38,7 @@ _PLAIN_OTHERS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "int?": (int, type(None)),
     "float": (float,),
+    "float?": (float, type(None)),
     "bool": (bool,),
     "str": (str,),
     "ScalarType?": (torch.dtype, type(None)),

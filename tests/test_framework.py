@@ -714,11 +714,24 @@ DECIDE = {  # the size of their last axis is right by definition: what has to ma
 }
 
 
+NOT_PASSED = {
+    "msa_row_attention": ("dropout_seed", "pair_norm_weight", "pair_norm_bias"),
+    "invariant_point_attention": (
+        "pair_value",
+        "q_proj_bias",
+        "k_proj_bias",
+        "v_proj_bias",
+        "q_pts_bias",
+        "k_pts_bias",
+        "v_pts_bias",
+        "pair_bias_bias",
+    ),
+}
 TENSOR_ARGUMENTS = [  # (op, name) of every tensor that a plain call passes
     (op, OPERATORS[op]._names[i])
     for op in DISPATCHED_OPS
     for i in OPERATORS[op]._tensors
-    if OPERATORS[op]._names[i] not in ("dropout_seed", "pair_norm_weight", "pair_norm_bias")
+    if OPERATORS[op]._names[i] not in NOT_PASSED.get(op, ())
 ]
 
 

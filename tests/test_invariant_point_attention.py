@@ -376,8 +376,10 @@ class Functional(torch.nn.Module):
         self.options = options
 
     def forward(self, *inputs):
-        operands = self.inner._operands(*inputs)
-        return invariant_point_attention(*operands[:-3], **self.options)
+        named = dict(zip(OPERATOR._names, self.inner._operands(*inputs), strict=True))
+        for name in ("eps", "precision", "dtype"):
+            del named[name]
+        return invariant_point_attention(**named, **self.options)
 
 
 def test_output_projection_without_bias(device):

@@ -14,15 +14,10 @@ from fused_ops._precision import autocast_dtype, resolve_precision
 from fused_ops.invariant_point_attention import reference
 from fused_ops.invariant_point_attention.op import NAME, OPERATOR
 
-_BEFORE_HEAD_WEIGHTS = (
-    *linear_path("layer_norm"),
-    *linear_path("q_proj", bias=False),
-    *linear_path("k_proj", bias=False),
-    *linear_path("v_proj", bias=False),
-    *linear_path("q_pts", bias=False),
-    *linear_path("k_pts", bias=False),
-    *linear_path("v_pts", bias=False),
-    *linear_path("pair_bias", bias=False),
+_LAYER_NORM = linear_path("layer_norm")
+_PROJECTIONS = tuple(
+    linear_path(name, bias=False)[0]
+    for name in ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts", "pair_bias")
 )
 _OUT_PROJ = linear_path("out_proj")
 
@@ -123,22 +118,49 @@ class InvariantPointAttention(FusedModule, reference.InvariantPointAttention):
             head_weights = self._parameters["head_weights"]
         except KeyError:  # parametrized
             head_weights = self.head_weights
+        q, k, v, q_pts, k_pts, v_pts, pair_bias = gather(self, _PROJECTIONS)
         return [
             node_repr,
             pair_repr,
             translations,
             rotations,
             node_mask,
-            *gather(self, _BEFORE_HEAD_WEIGHTS),
+            None,  # pair_value
+            *self._layer_norm(),
+            q,
+            None,  # here and below, its bias
+            k,
+            None,
+            v,
+            None,
+            q_pts,
+            None,
+            k_pts,
+            None,
+            v_pts,
+            None,
+            pair_bias,
+            None,
             head_weights,
             *gather(self, _OUT_PROJ),
             self.num_heads,
             self.num_query_points,
             self.num_value_points,
+            None,  # scalar_scale: the usual one
+            1.0,  # point_scale
+            1.0,  # bias_scale
+            False,  # gathers_pair
+            None,  # norm_eps: no lengths
             self._modules["layer_norm"].eps,  # type: ignore[union-attr]
             resolve_precision(NAME, self.precision),
             autocast_dtype(node_repr),
         ]
+
+    def _layer_norm(self) -> list[Tensor | None]:
+        parameters = gather(self, _LAYER_NORM)
+        if parameters[0] is None or parameters[1] is None:  # to the op: no LayerNorm at all
+            raise TypeError(f"{NAME}: layer_norm must have a weight and a bias, got None")
+        return parameters
 
     def _query(self, *inputs: Any) -> Query:
         return OPERATOR.query(self._operands(*inputs))
