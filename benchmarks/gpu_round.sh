@@ -72,7 +72,7 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 6 --dist worksteal)
 step tests 280 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests --show-capture=no \
   "${workers[@]}" --junitxml="$OUT/gpu-tests.xml"
 step kernels 30 "$PYTHON" -m benchmarks.sanitizer_cases --kernels
-for op in matmul triangle attention; do
+for op in matmul triangle attention points; do
   sanitize $op 150
 done
 # A job that has begun is finished: 25 seconds for the last one and the start.

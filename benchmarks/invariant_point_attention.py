@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from benchmarks.case import Case
+from benchmarks.case import BOTH, FORWARD, Case
 from fused_ops import reference
 
 
@@ -51,4 +51,13 @@ CASES = [
     case("real", 1, 512, 384, 128, 12, 4, 8),
     *(case("scaling", 1, n, 384, 128, 12, 4, 8) for n in (32, 64, 128, 256)),
     *(case("scaling", 1, n, 384, 128, 12, 4, 8, device="cuda") for n in (512, 1024)),
+    *(
+        case("issue", 1, n, 384, 128, 12, 4, 8, device="cuda", modes=modes, directions=directions)
+        for n, modes, directions in (
+            (256, ("bf16",), (FORWARD,)),
+            (512, ("bf16",), (FORWARD, BOTH)),
+            (1024, ("bf16",), (FORWARD, BOTH)),
+            (1024, ("fp32",), (FORWARD,)),
+        )
+    ),
 ]

@@ -5,7 +5,7 @@ Inputs are made and results compared on the CPU, so that besides ours only copie
 the device: the tools need no filter on kernel names, and initcheck sees all that is written. A
 backward runs only where the plan names a kernel of ours.
 
-``--only matmul``, ``--only triangle`` or ``--only attention`` runs the cases of one op.
+``--only matmul``, ``triangle``, ``attention`` or ``points`` runs the cases of one op.
 
 ``--kernels`` runs the same under PyTorch's profiler instead and tells which kernels were reached.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fused_ops
 from benchmarks import timing
+from fused_ops import functional
 
 # Rows, inner, columns. The first kernel takes the small ones; the large ones are just large enough
 # for those on split operands, and the second one, with few columns, for their narrow tiles.
@@ -74,6 +75,22 @@ ATTENTION_BACKWARDS = (
     (2, 70, 65, 5, torch.float32),
     (1, 40, 80, 2, torch.float32),
     (1, 33, 128, 1, torch.float32),
+)
+
+# N, node_dim, pair_dim, heads, width of a head, query and value points, channels of gathered pairs
+# (-1: the pair tensor itself), dtype: small ones in two launches, then heads of all widths that
+# kernels tell apart, and channels that are no multiple of anything.
+POINTS = (
+    (17, 24, 7, 3, 8, 2, 3, 0, torch.float32),
+    (32, 64, 32, 4, 16, 4, 8, -1, torch.bfloat16),
+    (33, 264, 16, 12, 16, 4, 8, 0, torch.bfloat16),
+    (45, 264, 24, 4, 32, 4, 8, -1, torch.float16),
+    (19, 265, 33, 3, 13, 3, 5, 9, torch.bfloat16),
+    (21, 264, 8, 2, 72, 1, 1, 8, torch.bfloat16),
+    (9, 264, 136, 1, 256, 16, 16, -1, torch.bfloat16),
+    (33, 264, 16, 12, 16, 4, 8, -1, torch.float32),
+    (19, 265, 33, 3, 13, 3, 5, 9, torch.float32),
+    (9, 264, 8, 1, 256, 16, 16, 0, torch.float32),
 )
 
 
@@ -197,6 +214,85 @@ def _attend(given: torch.nn.Module, inputs: Sequence[Tensor | None], device: str
     return [result.detach(), *torch.autograd.grad(result, wanted, weights.to(result.dtype))]
 
 
+def run_points(
+    n: int,
+    channels: int,
+    pair_channels: int,
+    heads: int,
+    width: int,
+    query_points: int,
+    value_points: int,
+    value_channels: int,
+    dtype: torch.dtype,
+) -> int:
+    """Forward and backward with a mask, lengths and biases; one pair tensor of two elements."""
+    gathers_pair = value_channels < 0
+    gathered = pair_channels if gathers_pair else value_channels
+    features = heads * (width + 4 * value_points + gathered)
+    rows = [heads * width] * 3 + [3 * heads * query_points] * 2 + [3 * heads * value_points]
+    weights = [torch.randn(row, channels).to(dtype) / channels**0.5 for row in rows]
+    biases = [torch.randn(row).to(dtype) for row in rows]
+    of_bias, head_weights = torch.randn(heads, pair_channels).to(dtype), torch.randn(heads)
+    out = torch.randn(channels, features).to(dtype) / features**0.5
+    node = torch.randn(2, n, channels).to(dtype)
+    pair = torch.randn(1, n, n, pair_channels).to(dtype)
+    value = torch.randn(2, n, n, gathered).to(dtype) if value_channels > 0 else None
+    translations = 5 * torch.randn(2, n, 3)
+    rotations = torch.linalg.qr(torch.randn(2, n, 3, 3))[0]
+    mask = torch.rand(2, n) > 0.3
+    mask[:, 0] = True
+    tensors = [node, pair, translations, rotations, value, *weights, *biases, of_bias]
+    tensors += [head_weights, out]
+
+    def attend(device: str) -> list[Tensor]:
+        exact = torch.float64 if device == "cpu" else None
+        given = [None if x is None else x.to(device, exact or x.dtype) for x in tensors]
+        for x in given:
+            if x is not None:
+                x.requires_grad_(torch.is_grad_enabled())
+        many, (w_bias, w_heads, w_out) = given[5:17], given[17:]
+        result = functional.invariant_point_attention(
+            *given[:4],
+            mask.to(device),
+            None,
+            None,
+            *many[:6],
+            w_bias,
+            w_heads,
+            w_out,
+            None,
+            heads,
+            query_points,
+            value_points,
+            pair_value=given[4],
+            gathers_pair=gathers_pair,
+            **{
+                f"{name}_bias": bias
+                for name, bias in zip(
+                    ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts"), many[6:], strict=True
+                )
+            },
+            point_scale=0.3,
+            bias_scale=0.6,
+            norm_eps=1e-8,
+        )
+        if not torch.is_grad_enabled():
+            return [result]
+        cotangent = torch.linspace(-1, 1, result.numel(), device=device).sin().view(result.shape)
+        wanted = [x for x in given if x is not None]
+        return [result.detach(), *torch.autograd.grad(result, wanted, cotangent.to(result.dtype))]
+
+    near = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            ours, exact = attend("cuda"), attend("cpu")
+        largest = max(x.norm() for x in exact)
+        for a, b in zip(ours, exact, strict=True):
+            error = (a.cpu().double() - b).norm()
+            assert error <= near * (b.norm() + largest / 10), f"off by {error:.3g}"
+    return 1
+
+
 def run_dropout(n: int, heads: int, dtype: torch.dtype) -> int:
     """A training step with dropout, whose mask nobody else has: its numbers are finite."""
     module = fused_ops.MSARowAttention(48, 16, heads, dropout=0.25).to("cuda", dtype)
@@ -222,6 +318,8 @@ def run_all() -> None:
         backwards += sum(run_attention_backward(*backward) for backward in ATTENTION_BACKWARDS)
         for dtype in (torch.bfloat16, torch.float32):
             backwards += run_dropout(70, 2, dtype)
+    if chosen in ("", "points"):
+        backwards += sum(run_points(*points) for points in POINTS)
     torch.cuda.synchronize()
     print(f"all cases right, {backwards} backward passes among them")
 
