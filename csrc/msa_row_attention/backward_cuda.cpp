@@ -144,7 +144,7 @@ class Backward {
     const std::int64_t width = sizes_.width(), line = sizes_.n * channels;
     void* grad = further(const_cast<void*>(grad_.const_data_ptr()), c_.call.type(),
                          (group * sizes_.rows + row) * line);
-    if (c_.needs(kOutBias)) c_.sum_columns(out_sums_, part, grad, channels);
+    if (c_.needs(kOutBias)) c_.sum_columns(out_sums_, count, grad, channels);
     if (!needs_attention()) return;
 
     PrepareProblem prepare = c_.call.part(part, group, row);
@@ -178,7 +178,7 @@ class Backward {
     p.dropout = c_.call.draw(part, group * sizes_.rows + row, c_.memory.at<std::uint64_t>(at_keys_),
                              c_.stream);
     void* gated = attend(&p, group * sizes_.rows + row);
-    if (c_.needs(kOutWeight)) out_.add(c_.call, grad, gated, count);
+    if (c_.needs(kOutWeight)) c_.add_product(out_, grad, gated, count);
     if (!needs_projected() && !c_.needs_pair()) return;
     p.d_projected = c_.memory.at(at_d_projected_);
     p.d_attended = c_.memory.at(at_d_attended_);
@@ -199,10 +199,10 @@ class Backward {
           backward_queries_fp32_dropout_sm80);
     }
     if (c_.needs(kGateBias)) {
-      c_.sum_columns(gate_sums_, part, further(p.d_projected, c_.call.type(), 3 * width),
+      c_.sum_columns(gate_sums_, count, further(p.d_projected, c_.call.type(), 3 * width),
                      4 * width);
     }
-    if (needs_weights()) projections_.add(c_.call, p.d_projected, prepare.normalised, count);
+    if (needs_weights()) c_.add_product(projections_, p.d_projected, prepare.normalised, count);
     if (needs_source()) {
       // In the place of the normalised numbers, which nothing needs any more.
       const Tensor d_normalised = c_.multiply(c_.matrix(p.d_projected, count, 4 * width),
@@ -265,9 +265,9 @@ class Backward {
   void through_norm(const Sizes& part, const Msa& source, const Tensor& grad,
                     std::int64_t first_row) {
     NormBackwardProblem p;
-    p.sizes = part;
+    p.channels = part.channels;
     p.eps = c_.call.eps;
-    p.source = source;
+    p.source = rows_of(part, source);
     p.weight = c_.call.weights.norm_weight;
     p.grad = grad.const_data_ptr();
     p.grad_type = c_.call.type();

@@ -207,9 +207,9 @@ class PairBackward {
       return;
     }
     NormBackwardProblem p;
-    p.sizes = part;
+    p.channels = part.channels;
     p.eps = c_.call.eps;
-    p.source = source;
+    p.source = rows_of(part, source);
     p.weight = c_.call.bias.norm_weight;
     p.grad = d_input.const_data_ptr();
     p.grad_type = c_.call.type();

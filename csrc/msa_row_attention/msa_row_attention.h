@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "common/rows.h"
 #include "common/stored.h"
 
 // cudaStream_t, without CUDA's headers: the planner has none.
@@ -87,7 +88,16 @@ struct Msa {
   std::int64_t position_stride = 0;
 };
 
-// Likewise; key (group, row, position). Null: all are there. Zero is "not there", all else, NaN
+// Of `sizes` groups, rows and n count.
+inline Rows rows_of(const Sizes& sizes, const Msa& msa) {
+  return {msa.data,
+          msa.type,
+          {{sizes.n, msa.position_stride},
+           {sizes.rows, msa.row_stride},
+           {sizes.groups, msa.group_stride}}};
+}
+
+// As an MSA; key (group, row, position). Null: all are there. Zero is "not there", all else, NaN
 // included, "there".
 struct Mask {
   const void* data = nullptr;
@@ -172,17 +182,5 @@ void attend_sm80(const AttendProblem& problem, CUstream_st* stream);  // 16-bit 
 void attend_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
 void attend_fp32_dropout_sm80(const AttendProblem& problem, CUstream_st* stream);
 void attend_fp32_sm80(const AttendProblem& problem, CUstream_st* stream);  // kTf32, kSplit
-
-// out = product + bias, of (rows, channels) and (channels). For fp32, whose products come from
-// elsewhere and without bias.
-struct AddBiasProblem {
-  std::int64_t rows = 0;
-  int channels = 0;
-  const float* product = nullptr;
-  const float* bias = nullptr;
-  float* out = nullptr;
-};
-
-void add_bias_sm80(const AddBiasProblem& problem, CUstream_st* stream);
 
 }  // namespace fused_ops::msa_row_attention

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/add_bias.h"
 #include "msa_row_attention/call.h"
 #include "msa_row_attention/small.h"
 

@@ -5,32 +5,15 @@
 #include <cstdint>
 
 #include "common/launch.h"
+#include "msa_row_attention/msa_row_attention.h"
 
 namespace fused_ops::msa_row_attention {
 namespace {
 
-bool aligned(const void* data) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
-}
-
-bool is_floating(MaskType type) {
-  return type == MaskType::kFloat16 || type == MaskType::kBFloat16 || type == MaskType::kFloat32 ||
-         type == MaskType::kFloat64;
-}
-
 // `lines` times as many numbers as a head has, filled up to its width.
 WeightCopy copy_of(const Stored& from, void* to, const Sizes& sizes, std::int64_t lines,
                    std::int64_t line) {
-  WeightCopy copy;
-  if (!to) return copy;
-  copy.from = from;
-  copy.to = to;
-  copy.count = lines * sizes.dim * line;
-  copy.chunk = sizes.dim * line;
-  copy.filled = sizes.head_dim * line;
-  copy.blocks = static_cast<unsigned>(ceil_div(copy.count, kCopyNumbers));
-  copy.vector = from.data && copy.chunk == copy.filled && aligned(from.data) && aligned(to);
-  return copy;
+  return WeightCopy::of(from, to, lines, sizes.dim * line, sizes.head_dim * line);
 }
 
 void list_copies(const PrepareProblem& p, DType type, WeightCopy (&copies)[kCopies]) {
@@ -48,21 +31,12 @@ void list_copies(const PrepareProblem& p, DType type, WeightCopy (&copies)[kCopi
   copies[5] = copy_of(p.gate_bias, further(p.projection_bias, 3 * width), sizes, sizes.heads, 1);
   copies[6] =
       copy_of(p.out_proj, p.out_weight, sizes, std::int64_t{sizes.channels} * sizes.heads, 1);
-  Sizes whole = sizes;  // no heads here
-  whole.dim = whole.head_dim = 1;
-  copies[7] = copy_of(p.out_proj_bias, p.out_bias, whole, sizes.channels, 1);
+  copies[7] = WeightCopy::of(p.out_proj_bias, p.out_bias, sizes.channels, 1, 1);
 }
 
 template <DType type, int kRepeats>
 void launch_prepare(PrepareParams& params, CUstream_st* stream) {
-  const Sizes& sizes = params.problem.sizes;
-  std::int64_t rows_of_block = kPrepareWarps;
-  if constexpr (kRepeats > 0) {
-    using Norms = RowNorms<type, kRepeats>;
-    while ((kRepeats * Norms::kPiece << params.lanes_log2) < sizes.channels) ++params.lanes_log2;
-    rows_of_block = (kPrepareThreads >> params.lanes_log2) * Norms::kRows;
-  }
-  const std::int64_t norm_blocks = ceil_div(sizes.positions(), rows_of_block);
+  const std::int64_t norm_blocks = norm_rows_blocks<type, kRepeats>(&params.norm);
   const std::int64_t blocks = params.other_blocks + norm_blocks;
   params.pairs = static_cast<unsigned>(std::min<std::int64_t>(params.other_blocks, norm_blocks));
   FO_CHECK_RUNTIME(blocks < std::int64_t{1} << 31,
@@ -71,50 +45,34 @@ void launch_prepare(PrepareParams& params, CUstream_st* stream) {
          static_cast<unsigned>(blocks), kPrepareThreads, 0, stream, params);
 }
 
-template <DType type>
-void choose_prepare(PrepareParams& params, CUstream_st* stream) {
-  const PrepareProblem& p = params.problem;
-  constexpr int kPiece = 16 / bytes_of(type);
-  const int channels = p.sizes.channels;
-  bool vector = channels % 8 == 0 && aligned(p.msa.data) && aligned(p.normalised) &&
-                aligned(p.norm_weight.data) && aligned(p.norm_bias.data);
-  vector = vector && params.where.steps_by(kPiece);
-  if (vector && channels <= 2 * 32 * kPiece) {
-    launch_prepare<type, 2>(params, stream);
-  } else if (vector && channels <= 4 * 32 * kPiece) {
-    launch_prepare<type, 4>(params, stream);
-  } else {
-    launch_prepare<type, 0>(params, stream);
-  }
-}
-
 }  // namespace
 
 void prepare_sm80(const PrepareProblem& problem, CUstream_st* stream) {
   const Sizes& sizes = problem.sizes;
   if (sizes.positions() == 0 || sizes.channels == 0) return;
   PrepareParams params;
-  params.problem = problem;
   list_copies(problem, type_of(problem.mode), params.copies);
-  params.shares = NormShares::of(sizes.channels);
-  params.where = NormRows::of(sizes, problem.msa);
-  params.rows = sizes.positions();
-  if (problem.mask.data) {
-    const MaskType type = problem.mask.type;
-    params.mask_bytes = bytes_of(type);
-    params.mask_shift = is_floating(type) ? 1 : 0;
-    params.mask_blocks =
-        static_cast<unsigned>(ceil_div(sizes.all_rows() * mask_words(sizes.n), kPrepareWarps));
+  params.norm = NormRowsParams::of(rows_of(sizes, problem.msa), sizes.channels, problem.eps,
+                                   problem.norm_weight, problem.norm_bias, problem.normalised,
+                                   type_of(problem.mode));
+  const Mask& mask = problem.mask;
+  if (mask.data) {
+    params.mask.data = mask.data;
+    params.mask.rows = sizes.rows;
+    params.mask.all_rows = sizes.all_rows();
+    params.mask.n = sizes.n;
+    params.mask.outer_stride = mask.group_stride;
+    params.mask.row_stride = mask.row_stride;
+    params.mask.stride = mask.position_stride;
+    params.mask.set_type(mask.type);
+    params.mask.present = problem.present;
+    params.mask_blocks = params.mask.blocks();
   }
   params.other_blocks = params.mask_blocks;
   for (const WeightCopy& copy : params.copies) params.other_blocks += copy.blocks;
-  if (problem.msa.type == DType::kFloat32) {
-    choose_prepare<DType::kFloat32>(params, stream);
-  } else if (problem.msa.type == DType::kBFloat16) {
-    choose_prepare<DType::kBFloat16>(params, stream);
-  } else {
-    choose_prepare<DType::kFloat16>(params, stream);
-  }
+  with_norm_rows(params.norm, problem.msa.type, [&](auto type, auto repeats) {
+    launch_prepare<decltype(type)::value, decltype(repeats)::value>(params, stream);
+  });
 }
 
 }  // namespace fused_ops::msa_row_attention

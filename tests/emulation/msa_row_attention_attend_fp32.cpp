@@ -2,13 +2,14 @@
 // The kernels of msa_row_attention for fp32 tensors, through their launchers. The mask as words of
 // 64 bits.
 #define FUSED_OPS_FEW_KERNELS
+#include "common/add_bias_sm80.cu"
 #include "emulation/driver.h"
-#include "msa_row_attention/add_bias_sm80.cu"
 #include "msa_row_attention/attend_fp32_sm80.cu"
 
 namespace {
 
 using emulation::Request;
+using fused_ops::AddBiasProblem;
 using namespace fused_ops::msa_row_attention;
 
 const emulation::Kernel attend("attend", [](Request& request) {

@@ -1,60 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ends of msa_row_attention's backward, through their launchers.
+// The ends of backwards, through their launchers, as msa_row_attention has rows.
+#include "common/finish_sm80.cu"
+#include "common/norm_backward_sm80.cu"
 #include "emulation/driver.h"
-#include "msa_row_attention/finish_sm80.cu"
-#include "msa_row_attention/norm_backward_sm80.cu"
 
 namespace {
 
 using emulation::Request;
-using fused_ops::DType;
-using namespace fused_ops::msa_row_attention;
+using namespace fused_ops;
 
-Sizes sizes_of(Request& request) {
-  Sizes s;
-  s.groups = request.integer("groups");
-  s.rows = request.integer("rows");
-  s.n = request.integer("n");
-  s.channels = static_cast<int>(request.integer("channels"));
-  return s;
+int channels_of(Request& request) {
+  return static_cast<int>(request.integer("channels"));
 }
 
-Msa source_of(Request& request) {
-  Msa m;
-  m.data = request.input<char>("source") + request.integer("source_offset");
-  m.type = static_cast<DType>(request.integer("source_type"));
-  m.group_stride = request.integer("source_stride0");
-  m.row_stride = request.integer("source_stride1");
-  m.position_stride = request.integer("source_stride2");
-  return m;
+RowAxis axis_of(Request& request, const char* count, const char* stride) {
+  return {request.integer(count), request.integer(stride, 0)};
+}
+
+Rows rows_of(Request& request) {
+  Rows rows;
+  rows.axes[0] = axis_of(request, "n", "source_stride2");
+  rows.axes[1] = axis_of(request, "rows", "source_stride1");
+  rows.axes[2] = axis_of(request, "groups", "source_stride0");
+  return rows;
 }
 
 const emulation::Kernel norm_backward("norm_backward", [](Request& request) {
   NormBackwardProblem p;
-  p.sizes = sizes_of(request);
+  p.channels = channels_of(request);
   p.eps = 1e-5f;
-  p.source = source_of(request);
+  p.source = rows_of(request);
+  p.source.data = request.input<char>("source") + request.integer("source_offset");
+  p.source.type = static_cast<DType>(request.integer("source_type"));
   p.weight = {request.input<char>("weight"), static_cast<DType>(request.integer("weight_type"))};
   p.grad = request.input<char>("grad");
   p.grad_type = static_cast<DType>(request.integer("grad_type"));
-  const std::int64_t positions = p.sizes.positions();
-  p.out = request.output<char>("out",
-                               positions * p.sizes.channels * fused_ops::bytes_of(p.source.type));
-  p.statistics = request.output<float>("statistics", 4 * positions);
+  const std::int64_t rows = p.source.count();
+  p.out = request.output<char>("out", rows * p.channels * bytes_of(p.source.type));
+  p.statistics = request.output<float>("statistics", 4 * rows);
   p.parts = static_cast<int>(request.integer("parts"));
-  p.sums = request.output<float>("sums", std::int64_t{2} * p.parts * p.sizes.channels);
+  p.sums = request.output<float>("sums", std::int64_t{2} * p.parts * p.channels);
   norm_backward_sm80(p, nullptr);
 });
 
 // Columns of a wider matrix.
 const emulation::Kernel column_sums("column_sums", [](Request& request) {
   ColumnSumsProblem p;
-  p.sizes = sizes_of(request);
-  p.columns = p.sizes.channels;
+  p.rows = rows_of(request).count();
+  p.columns = channels_of(request);
   p.grad = request.input<char>("grad") + request.integer("grad_offset");
   p.grad_type = static_cast<DType>(request.integer("grad_type"));
   p.grad_stride = request.integer("grad_stride");
-  p.parts = column_sum_parts(p.sizes.positions(), p.columns);
+  p.parts = column_sum_parts(p.rows, p.columns);
   p.sums = request.output<float>("sums", std::int64_t{p.parts} * p.columns);
   column_sums_sm80(p, nullptr);
 });

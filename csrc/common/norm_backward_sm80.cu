@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "msa_row_attention/norm_backward_sm80.cuh"
+#include "common/cuda/sm80/norm_backward.cuh"
 
 #include <algorithm>
 #include <cstdint>
 
 #include "common/launch.h"
-#include "msa_row_attention/parameters.h"
+#include "common/parameters.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 namespace {
 
 bool aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
 }
 
-constexpr const char* kNormBackward = "msa_row_attention: launching norm_backward_sm80";
+constexpr const char* kNormBackward = "launching norm_backward_sm80";
 
 // `blocks`: as many sums as are wanted, 0 for none.
 template <DType type, DType grad_type, int kRepeats>
@@ -39,7 +39,7 @@ void launch_any(NormBackwardParams& p, const NormBackwardProblem& problem, CUstr
          kNormBackwardThreads, 0, stream, p);
   if (!problem.sums) return;
   ColumnSumsProblem sums;
-  sums.sizes = problem.sizes;
+  sums.rows = p.rows;
   sums.columns = p.channels;
   sums.grad = problem.grad;
   sums.grad_type = problem.grad_type;
@@ -80,25 +80,25 @@ void with_source(NormBackwardParams& p, const NormBackwardProblem& problem, CUst
 
 }  // namespace
 
-int norm_sum_parts(std::int64_t positions) {
-  const std::int64_t most = ceil_div(positions, kNormBackwardThreads / 8);
+int norm_sum_parts(std::int64_t rows) {
+  const std::int64_t most = ceil_div(rows, kNormBackwardThreads / 8);
   return static_cast<int>(
       std::max<std::int64_t>(1, std::min<std::int64_t>(most, 4 * multiprocessors())));
 }
 
 void norm_backward_sm80(const NormBackwardProblem& problem, CUstream_st* stream) {
-  const Sizes& sizes = problem.sizes;
-  if (sizes.positions() == 0 || sizes.channels == 0) return;
+  const std::int64_t rows = problem.source.count();
+  if (rows == 0 || problem.channels == 0) return;
   NormBackwardParams p;
   p.source = problem.source;
-  p.where = NormRows::of(sizes, problem.source);
-  p.shares = NormShares::of(sizes.channels);
+  p.where = RowOffsets::of(problem.source);
+  p.shares = NormShares::of(problem.channels);
   p.weight = problem.weight;
   p.grad = problem.grad;
   p.out = problem.out;
   p.sums = problem.sums;
-  p.rows = sizes.positions();
-  p.channels = sizes.channels;
+  p.rows = rows;
+  p.channels = problem.channels;
   p.eps = problem.eps;
   if (problem.grad_type == DType::kFloat32) return with_source<DType::kFloat32>(p, problem, stream);
   if (problem.grad_type == DType::kBFloat16)
@@ -106,4 +106,4 @@ void norm_backward_sm80(const NormBackwardProblem& problem, CUstream_st* stream)
   with_source<DType::kFloat16>(p, problem, stream);
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

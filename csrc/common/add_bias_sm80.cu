@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "msa_row_attention/add_bias_sm80.cuh"
+#include "common/cuda/sm80/add_bias.cuh"
 
 #include <cstdint>
 #include <limits>
 
 #include "common/launch.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 namespace {
 
-constexpr const char* kAdd = "msa_row_attention: launching add_bias_sm80";
+constexpr const char* kAdd = "launching add_bias_sm80";
 
 template <int numbers>
 void run_add(const AddBiasProblem& problem, CUstream_st* stream) {
@@ -33,4 +33,4 @@ void add_bias_sm80(const AddBiasProblem& problem, CUstream_st* stream) {
   fits ? run_add<4>(problem, stream) : run_add<1>(problem, stream);
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

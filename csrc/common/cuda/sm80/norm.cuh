@@ -4,43 +4,35 @@
 
 #include "common/cuda/sm80/numbers.cuh"
 #include "common/cuda/sm80/stored.cuh"
-#include "msa_row_attention/msa_row_attention.h"
+#include "common/rows.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 
-// An axis of the rows of the MSA; axes that follow each other without a gap are one.
-struct MsaAxis {
-  std::int64_t count = 1;
-  std::int64_t stride = 0;
-};
-
-struct NormRows {
-  MsaAxis axes[3];  // the innermost first
+// Where rows begin: axes that follow each other without a gap are one.
+struct RowOffsets {
+  RowAxis axes[3];  // the innermost first
   int axis_count = 0;
 
   // Axes of one element have any stride.
-  static NormRows of(const Sizes& sizes, const Msa& msa) {
-    const MsaAxis all[] = {{sizes.n, msa.position_stride},
-                           {sizes.rows, msa.row_stride},
-                           {sizes.groups, msa.group_stride}};
-    NormRows rows;
+  static RowOffsets of(const Rows& rows) {
+    RowOffsets offsets;
     int count = 0;
-    for (const MsaAxis& axis : all) {
+    for (const RowAxis& axis : rows.axes) {
       if (axis.count == 1) continue;
-      MsaAxis* inner = count > 0 ? &rows.axes[count - 1] : nullptr;
+      RowAxis* inner = count > 0 ? &offsets.axes[count - 1] : nullptr;
       if (inner && axis.stride == inner->count * inner->stride) {
         inner->count *= axis.count;
       } else {
-        rows.axes[count++] = axis;
+        offsets.axes[count++] = axis;
       }
     }
-    rows.axis_count = count > 0 ? count : 1;
-    return rows;
+    offsets.axis_count = count > 0 ? count : 1;
+    return offsets;
   }
 
   // Whether all begin at pieces of so many elements.
   bool steps_by(int piece) const {
-    for (const MsaAxis& axis : axes) {
+    for (const RowAxis& axis : axes) {
       if (axis.stride % piece != 0) return false;
     }
     return true;
@@ -96,4 +88,4 @@ __device__ __forceinline__ float variance(float squares, float correction) {
   return less >= 0.0f ? less : squares;
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

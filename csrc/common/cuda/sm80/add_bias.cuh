@@ -3,10 +3,10 @@
 // by memory bandwidth.
 #pragma once
 
+#include "common/add_bias.h"
 #include "common/cuda/sm80/numbers.cuh"
-#include "msa_row_attention/msa_row_attention.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 
 constexpr int kAddThreads = 256;
 constexpr int kAddPieces = 4;  // of a thread
@@ -62,4 +62,4 @@ __global__ void __launch_bounds__(kAddThreads)
   AddBias<numbers>::run(params);
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

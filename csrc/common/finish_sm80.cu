@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "msa_row_attention/finish_sm80.cuh"
+#include "common/cuda/sm80/finish.cuh"
 
 #include <algorithm>
 #include <cstdint>
 
 #include "common/launch.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 namespace {
 
 bool holds_pairs(const void* data, DType type) {
@@ -15,16 +15,16 @@ bool holds_pairs(const void* data, DType type) {
 
 }  // namespace
 
-int column_sum_parts(std::int64_t positions, int columns) {
+int column_sum_parts(std::int64_t rows, int columns) {
   const std::int64_t tiles = ceil_div(columns, kSumColumns);
-  const std::int64_t most = ceil_div(positions, 8 * kFinishWarps);
+  const std::int64_t most = ceil_div(rows, 8 * kFinishWarps);
   return static_cast<int>(
       std::max<std::int64_t>(1, std::min(most, ceil_div(8 * multiprocessors(), tiles))));
 }
 
 namespace {
 
-constexpr const char* kColumnSums = "msa_row_attention: launching column_sums_sm80";
+constexpr const char* kColumnSums = "launching column_sums_sm80";
 
 template <DType grad_type, bool with_source, DType source_type>
 void launch_column_sums(const ColumnSumsParams& p, CUstream_st* stream) {
@@ -35,7 +35,7 @@ void launch_column_sums(const ColumnSumsParams& p, CUstream_st* stream) {
 
 template <DType grad_type>
 void with_source(const ColumnSumsParams& p, CUstream_st* stream) {
-  const Msa& source = p.problem.source;
+  const Rows& source = p.problem.source;
   if (!source.data) return launch_column_sums<grad_type, false, grad_type>(p, stream);
   if (source.type == DType::kFloat32) {
     launch_column_sums<grad_type, true, DType::kFloat32>(p, stream);
@@ -52,13 +52,12 @@ void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream) {
   if (problem.columns == 0) return;
   ColumnSumsParams p;
   p.problem = problem;
-  p.positions = problem.sizes.positions();
-  p.part_positions = ceil_div(p.positions, problem.parts);
+  p.part_rows = ceil_div(problem.rows, problem.parts);
   p.tiles = static_cast<unsigned>(ceil_div(problem.columns, kSumColumns));
   p.pairs = problem.columns % 2 == 0 && problem.grad_stride % 2 == 0 &&
             holds_pairs(problem.grad, problem.grad_type);
   if (problem.source.data) {
-    p.where = NormRows::of(problem.sizes, problem.source);
+    p.where = RowOffsets::of(problem.source);
     p.pairs =
         p.pairs && p.where.steps_by(2) && holds_pairs(problem.source.data, problem.source.type);
   }
@@ -76,8 +75,8 @@ void finish_sm80(const FinishProblem& problem, CUstream_st* stream) {
     blocks += p.blocks[i];
   }
   if (blocks == 0) return;
-  launch("msa_row_attention: launching finish_sm80", finish_kernel, blocks, kFinishThreads,
-         sizeof(FinishShared), stream, p);
+  launch("launching finish_sm80", finish_kernel, blocks, kFinishThreads, sizeof(FinishShared),
+         stream, p);
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

@@ -1,47 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ends of the backward: through the LayerNorms, and the gradients of the parameters, which are
-// sums over all positions. Plain data.
+// sums over all rows. Plain data.
 #pragma once
 
-#include "msa_row_attention/msa_row_attention.h"
+#include <cstdint>
 
-namespace fused_ops::msa_row_attention {
+#include "common/rows.h"
+#include "common/stored.h"
 
-// Of `sizes` only groups, rows, n and channels count.
+// cudaStream_t, without CUDA's headers.
+struct CUstream_st;
+
+namespace fused_ops {
+
 struct NormBackwardProblem {
-  Sizes sizes;
+  int channels = 0;
   float eps = 0.0f;
-  Msa source;                  // what was normalised
+  Rows source;                 // what was normalised
   Stored weight;               // (channels)
-  const void* grad = nullptr;  // (positions(), channels): of the LayerNorm's result
+  const void* grad = nullptr;  // (rows, channels): of the LayerNorm's result
   DType grad_type = DType::kFloat32;
   void* out = nullptr;  // likewise, of source.type: the gradient of the source; or null
-  // Sums over positions, of the gradient and of its product with what was normalised, in parts; and
+  // Sums over rows, of the gradient and of its product with what was normalised, in parts; and
   // memory for mean, its correction and 1 / deviation. Null: not wanted.
   float* sums = nullptr;        // (parts, 2, channels)
-  float* statistics = nullptr;  // (positions(), 4)
+  float* statistics = nullptr;  // (rows, 4)
   int parts = 0;
 };
 
-int norm_sum_parts(std::int64_t positions);
+int norm_sum_parts(std::int64_t rows);
 void norm_backward_sm80(const NormBackwardProblem& problem, CUstream_st* stream);
 
-// Sums over positions of a gradient, and of its product with what a LayerNorm made of its source
-// before weight and bias. The positions are cut into `parts`, whose sums are stored apart.
+// Sums over rows of a gradient, and of its product with what a LayerNorm made of its source
+// before weight and bias. The rows are cut into `parts`, whose sums are stored apart.
 struct ColumnSumsProblem {
-  Sizes sizes;  // groups, rows, n: positions
+  std::int64_t rows = 0;
   int columns = 0;
-  const void* grad = nullptr;  // (positions(), columns)
+  const void* grad = nullptr;  // (rows, columns)
   DType grad_type = DType::kFloat32;
-  std::int64_t grad_stride = 0;  // from a position to the next
-  Msa source;                    // of as many columns; null: only the first sums
+  std::int64_t grad_stride = 0;  // from a row to the next
+  Rows source;                   // of as many rows and columns; null: only the first sums
   const float* statistics = nullptr;
   int parts = 0;
   float* sums = nullptr;  // (parts, 1 or 2, columns)
 };
 
 // A few for each multiprocessor: they are added one after the other.
-int column_sum_parts(std::int64_t positions, int columns);
+int column_sum_parts(std::int64_t rows, int columns);
 void column_sums_sm80(const ColumnSumsProblem& problem, CUstream_st* stream);
 
 // Where a gradient goes, in its parameter's type. Null: not wanted.
@@ -71,4 +76,4 @@ struct FinishProblem {
 
 void finish_sm80(const FinishProblem& problem, CUstream_st* stream);
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

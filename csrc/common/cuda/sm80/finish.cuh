@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over positions, in two steps: of many rows of numbers into few, and of these into the
+// Sums over rows, in two steps: of many rows of numbers into few, and of these into the
 // gradients of the parameters. Every sum has an order that only the sizes give.
 #pragma once
 
-#include "msa_row_attention/norm.cuh"
-#include "msa_row_attention/parameters.h"
+#include "common/cuda/sm80/norm.cuh"
+#include "common/parameters.h"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 
 constexpr int kFinishThreads = 256;
 constexpr int kFinishWarps = kFinishThreads / 32;
@@ -14,9 +14,8 @@ constexpr int kSumColumns = 64;  // of a block: two for each lane
 
 struct ColumnSumsParams {
   ColumnSumsProblem problem;
-  NormRows where;
-  std::int64_t positions = 0;
-  std::int64_t part_positions = 0;
+  RowOffsets where;
+  std::int64_t part_rows = 0;
   unsigned tiles = 0;  // of columns
   bool pairs = false;  // two columns may be read as one
 };
@@ -42,7 +41,7 @@ __device__ __forceinline__ float2 load_pair(const void* data, std::int64_t at, b
                      left > 1 ? load_number(data, type, at + 1) : 0.0f);
 }
 
-// Of the positions first, first + kFinishWarps, ... before `last`; loads under way eight at a time.
+// Of the rows first, first + kFinishWarps, ... before `last`; loads under way eight at a time.
 template <DType type>
 __device__ __forceinline__ float2 sum_pairs(const ColumnSumsProblem& p, int column,
                                             std::int64_t first, std::int64_t last) {
@@ -71,7 +70,7 @@ __device__ __forceinline__ float2 sum_pairs(const ColumnSumsProblem& p, int colu
   return sum;
 }
 
-// A block takes kSumColumns columns of a part of the positions; a warp every kFinishWarps-th one.
+// A block takes kSumColumns columns of a part of the rows; a warp every kFinishWarps-th one.
 template <DType grad_type, bool with_source, DType source_type>
 __global__ void __launch_bounds__(kFinishThreads)
     column_sums_kernel(const __grid_constant__ ColumnSumsParams params) {
@@ -81,8 +80,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const std::int64_t part = blockIdx.x / params.tiles;
   const int column = static_cast<int>(blockIdx.x % params.tiles) * kSumColumns + lane * 2;
   const int left = p.columns - column;
-  const std::int64_t first = part * params.part_positions;
-  const std::int64_t last = min(first + params.part_positions, params.positions);
+  const std::int64_t first = part * params.part_rows;
+  const std::int64_t last = min(first + params.part_rows, p.rows);
   float2 sum = make_float2(0.0f, 0.0f), products = sum;
   const bool plain = !with_source && params.pairs;
   if (plain && left > 0) sum = sum_pairs<grad_type>(p, column, first + warp, last);
@@ -153,4 +152,4 @@ __global__ void __launch_bounds__(kFinishThreads)
   store_number(s.result.data, s.result.type, at, sum);
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops

@@ -8,15 +8,15 @@
 // other lengths leave their mean and rstd for column_sums instead.
 #pragma once
 
-#include "msa_row_attention/norm.cuh"
+#include "common/cuda/sm80/norm.cuh"
 
-namespace fused_ops::msa_row_attention {
+namespace fused_ops {
 
 constexpr int kNormBackwardThreads = 128;
 
 struct NormBackwardParams {
-  Msa source;
-  NormRows where;
+  Rows source;
+  RowOffsets where;
   NormShares shares;
   Stored weight;
   const void* grad = nullptr;    // (rows, channels)
@@ -256,4 +256,4 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
   }
 }
 
-}  // namespace fused_ops::msa_row_attention
+}  // namespace fused_ops
