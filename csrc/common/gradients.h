@@ -96,9 +96,11 @@ class Gradients {
         filled);
   }
 
-  // A parameter's gradient: of each `chunk` of the sum of slabs the first `filled` numbers.
+  // A parameter's gradient: of each `chunk` of the sum of slabs the first `filled` numbers, times
+  // `factor`.
   void add(FinishProblem* finish, int input, const float* from, std::int64_t slabs,
-           std::int64_t stride, std::int64_t chunk, std::int64_t filled) const {
+           std::int64_t stride, std::int64_t chunk, std::int64_t filled,
+           float factor = 1.0f) const {
     if (!needs(input)) return;
     const Tensor& to = grad(input);
     Summand& s = finish->summands[finish->count++];
@@ -108,6 +110,7 @@ class Gradients {
     s.count = to.numel();
     s.chunk = chunk;
     s.filled = filled;
+    s.factor = factor;
     s.result = {to.mutable_data_ptr(), dtype_of(to.scalar_type())};
   }
 

@@ -55,8 +55,8 @@ struct Result {
   DType type = DType::kFloat32;
 };
 
-// One of the results: the sum of `slabs` times its numbers, in order. Of each `chunk` of these
-// numbers it has the first `filled`.
+// One of the results: `factor` times the sum of `slabs` times its numbers, in order. Of each
+// `chunk` of these numbers it has the first `filled`.
 struct Summand {
   const float* from = nullptr;
   std::int64_t slabs = 0;
@@ -64,10 +64,11 @@ struct Summand {
   std::int64_t count = 0;  // of results
   std::int64_t chunk = 1;
   std::int64_t filled = 1;
+  float factor = 1.0f;
   Result result;
 };
 
-constexpr int kSummands = 12;
+constexpr int kSummands = 20;
 
 struct FinishProblem {
   Summand summands[kSummands];

@@ -129,7 +129,8 @@ int pair_sum_parts(const Sizes& sizes);
 void pair_backward_sm80(const PairBackwardProblem& problem, CUstream_st* stream);
 void pair_backward_fp32_sm80(const PairBackwardProblem& problem, CUstream_st* stream);
 
-// Sums of dS times the squared distance of the query's and key's points.
+// Sums of dS times the squared distance of the query's and key's points, times what makes them the
+// gradient of head_weights: -point_scale * sigmoid(head_weights) / 2.
 struct DistancesBackwardProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;
@@ -137,6 +138,8 @@ struct DistancesBackwardProblem {
   const void* d_logits = nullptr;
   const float* q_points = nullptr;
   const float* k_points = nullptr;
+  Stored head_weights;
+  float point_scale = 1.0f;
   float* sums = nullptr;  // (parts, heads)
   int parts = 0;          // as distance_sum_parts() says for the largest block
   bool add_sums = false;

@@ -2,10 +2,10 @@
 // What the parts of the backward's host op share: the wanted gradients, and where they come from.
 #pragma once
 
-#include <initializer_list>
+#include <algorithm>
+#include <vector>
 
-#include "common/column_sums.h"
-#include "common/slab_products.h"
+#include "common/gradients.h"
 #include "invariant_point_attention/stages.h"
 
 namespace fused_ops::invariant_point_attention {
@@ -39,84 +39,50 @@ enum Input {
   kInputs
 };
 
-class Gradients {
- public:
-  Gradients(const Call& call, const std::vector<bool>& needs) : needs_(needs) {
-    const Inputs& in = call.inputs;
-    const Tensor* const required[kInputs] = {
-        &in.node,         &in.pair,     &in.translations, &in.rotations, nullptr,
-        nullptr,          nullptr,      &in.q_proj_weight, nullptr,      &in.k_proj_weight,
-        nullptr,          &in.v_proj_weight, nullptr,     &in.q_pts_weight, nullptr,
-        &in.k_pts_weight, nullptr,      &in.v_pts_weight, nullptr,       &in.pair_bias_weight,
-        nullptr,          &in.head_weights, &in.out_proj_weight, nullptr};
-    const MaybeTensor* const optional[kInputs] = {
-        nullptr,         nullptr,          nullptr,          nullptr,        &in.pair_value,
-        &in.layer_norm_weight, &in.layer_norm_bias, nullptr, &in.q_proj_bias, nullptr,
-        &in.k_proj_bias, nullptr,          &in.v_proj_bias,  nullptr,        &in.q_pts_bias,
-        nullptr,         &in.k_pts_bias,   nullptr,          &in.v_pts_bias, nullptr,
-        &in.pair_bias_bias, nullptr,       nullptr,          &in.out_proj_bias};
+// What they are the gradients of. Those of frames come in fp32 for each batch element; the caller
+// reduces them to what they belong to.
+struct Differentiable {
+  MaybeTensor inputs[kInputs];
+
+  Differentiable(const Call& call, const std::vector<bool>& needs) {
     FO_CHECK_VALUE(needs.size() == kInputs, kOp, ": needs must have ", int{kInputs},
                    " entries, got ", needs.size());
+    const Inputs& in = call.inputs;
+    const MaybeTensor all[kInputs] = {in.node,
+                                      in.pair,
+                                      in.translations,
+                                      in.rotations,
+                                      in.pair_value,
+                                      in.layer_norm_weight,
+                                      in.layer_norm_bias,
+                                      in.q_proj_weight,
+                                      in.q_proj_bias,
+                                      in.k_proj_weight,
+                                      in.k_proj_bias,
+                                      in.v_proj_weight,
+                                      in.v_proj_bias,
+                                      in.q_pts_weight,
+                                      in.q_pts_bias,
+                                      in.k_pts_weight,
+                                      in.k_pts_bias,
+                                      in.v_pts_weight,
+                                      in.v_pts_bias,
+                                      in.pair_bias_weight,
+                                      in.pair_bias_bias,
+                                      in.head_weights,
+                                      in.out_proj_weight,
+                                      in.out_proj_bias};
+    const std::int64_t n = call.sizes().n;
     for (int i = 0; i < kInputs; ++i) {
-      if (!needs[i]) continue;
-      FO_CHECK_VALUE(required[i] || *optional[i], kOp,
-                     ": an argument that is None has no gradient");
-      const Tensor& of = required[i] ? *required[i] : **optional[i];
-      if (i == kTranslations || i == kRotations) {
-        // Of all batch elements, in fp32; the caller reduces them to what they came from.
-        grads_[i] = empty(in.node,
-                          call.lead.with(i == kTranslations
-                                             ? std::vector<std::int64_t>{call.sizes().n, 3}
-                                             : std::vector<std::int64_t>{call.sizes().n, 3, 3}),
-                          ScalarType::Float);
-        continue;
+      if (!needs[static_cast<std::size_t>(i)]) continue;
+      FO_CHECK_VALUE(all[i].has_value(), kOp, ": an argument that is None has no gradient");
+      inputs[i] = all[i];
+      if (i == kTranslations) inputs[i] = empty(in.node, call.lead.with({n, 3}), ScalarType::Float);
+      if (i == kRotations) {
+        inputs[i] = empty(in.node, call.lead.with({n, 3, 3}), ScalarType::Float);
       }
-      const auto shape = of.sizes();
-      grads_[i] = empty(in.node, {shape.begin(), shape.end()}, of.scalar_type());
     }
   }
-
-  bool needs(Input input) const { return needs_[input]; }
-  bool needs_any(std::initializer_list<Input> inputs) const {
-    return std::any_of(inputs.begin(), inputs.end(), [&](Input i) { return needs_[i]; });
-  }
-  bool needs_range(Input first, Input last) const {
-    for (int i = first; i <= last; ++i) {
-      if (needs_[i]) return true;
-    }
-    return false;
-  }
-  const Tensor& of(Input input) const { return *grads_[input]; }
-
-  std::vector<Tensor> wanted() const {
-    std::vector<Tensor> all;
-    for (const MaybeTensor& grad : grads_) {
-      if (grad) all.push_back(*grad);
-    }
-    return all;
-  }
-
-  // A parameter's gradient: factor times, of each `chunk` of the sum of slabs, the first `filled`
-  // numbers.
-  void finish(FinishProblem* problem, Input input, const float* from, std::int64_t slabs,
-              std::int64_t stride, std::int64_t chunk, std::int64_t filled,
-              float factor = 1.0f) const {
-    if (!needs(input)) return;
-    const Tensor& to = of(input);
-    Summand& s = problem->summands[problem->count++];
-    s.from = from;
-    s.slabs = slabs;
-    s.slab_stride = stride;
-    s.count = to.numel();
-    s.chunk = chunk;
-    s.filled = filled;
-    s.factor = factor;
-    s.result = {to.mutable_data_ptr(), dtype_of(to.scalar_type())};
-  }
-
- private:
-  const std::vector<bool>& needs_;
-  MaybeTensor grads_[kInputs];
 };
 
 // The gradient of a pair tensor, contiguous. Where batch elements share it, it is a sum: then they

@@ -18,10 +18,11 @@ class Backward {
         sizes_(call.sizes()),
         grad_(grad),
         projected_(projected),
-        stream_(current_stream(call.inputs.node)),
-        g_(call, needs),
+        of_(call, needs),
+        g_(call.inputs.node, call.type(), call.settings.precision, of_.inputs, needs),
+        stream_(g_.stream),
         saved_(call),
-        stages_(call, memory_, true),
+        stages_(call, g_.memory, true),
         weight_sums_(sizes_.projected(), sizes_.channels),
         out_sums_(sizes_.channels, sizes_.features()),
         pair_grad_(call, call.inputs.pair, wanted(kPair)),
@@ -33,21 +34,23 @@ class Backward {
   // The wanted gradients.
   std::vector<Tensor> run() {
     reserve();
-    if (g_.needs(kOutBias)) sum_columns(&out_bias_sums_, grad_.const_data_ptr());
+    if (g_.needs(kOutBias)) {
+      g_.sum_columns(out_bias_sums_, sizes_.nodes(), grad_.const_data_ptr(), sizes_.channels);
+    }
     if (needs_attention() || g_.needs(kOutWeight)) walk();
     parameters();
     pair_grad_.finish();
     value_grad_.finish();
-    return g_.wanted();
+    return g_.grads();
   }
 
  private:
   MaybeTensor wanted(Input input) const {
-    return g_.needs(input) ? MaybeTensor(g_.of(input)) : MaybeTensor();
+    return g_.needs(input) ? MaybeTensor(g_.grad(input)) : MaybeTensor();
   }
   bool needs_weights() const {
-    return g_.needs_any({kQWeight, kKWeight, kVWeight, kQPointsWeight, kKPointsWeight,
-                         kVPointsWeight});
+    return g_.needs_any(
+        {kQWeight, kKWeight, kVWeight, kQPointsWeight, kKPointsWeight, kVPointsWeight});
   }
   bool needs_biases() const {
     return g_.needs_any({kQBias, kKBias, kVBias, kQPointsBias, kKPointsBias, kVPointsBias});
@@ -60,8 +63,7 @@ class Backward {
   }
   bool needs_bias() const { return g_.needs_any({kPairBiasWeight, kPairBiasBias}); }
   bool needs_scores() const {
-    return needs_projected() || needs_bias() ||
-           g_.needs_any({kPair, kPairValue, kHeadWeights});
+    return needs_projected() || needs_bias() || g_.needs_any({kPair, kPairValue, kHeadWeights});
   }
   bool needs_attention() const { return needs_scores(); }
 
@@ -71,7 +73,7 @@ class Backward {
     const std::int64_t lines = nodes * sizes_.heads;
     const Parts& parts = call_.chosen.parts;
     const std::int64_t pairs = parts.batch * sizes_.heads * parts.rows * pair_line(sizes_.n);
-    Workspace& w = memory_;
+    Workspace& w = g_.memory;
     stages_.reserve();
     const bool recomputes = !projected_;
     const std::int64_t at_saved = w.take(recomputes ? saved_.bytes() : 0);
@@ -91,7 +93,7 @@ class Backward {
     distance_sums_ = w.take(std::int64_t{distance_parts_} * sizes_.heads * 4);
     statistics_ = w.take(needs_norm() ? nodes * 16 : 0);
     const auto columns = [&](ColumnParts* sums, int count, int kinds, bool wanted) {
-      return reserve_columns(&w, sums, count, kinds, nodes, 1, wanted);
+      return g_.reserve_columns(sums, count, kinds, nodes, 1, wanted);
     };
     const std::int64_t at_norm = columns(&norm_sums_, sizes_.channels, 2, needs_norm());
     const std::int64_t at_biases = columns(&bias_sums_, sizes_.projected(), 1, needs_biases());
@@ -123,12 +125,12 @@ class Backward {
     }
     const std::int64_t nodes = sizes_.nodes();
     void* grad = const_cast<void*>(grad_.const_data_ptr());
-    if (g_.needs(kOutWeight)) out_sums_.add(of_call(), grad, saved_.features(), nodes);
+    if (g_.needs(kOutWeight)) g_.add_product(out_sums_, grad, saved_.features(), nodes);
     if (!needs_attention()) return;
     const Tensor d_features =
-        multiply_back(call_.matrix(grad, nodes, sizes_.channels),
-                      call_.matrix(stages_.out_weight(), sizes_.channels, sizes_.features()),
-                      d_features_);
+        g_.multiply(call_.matrix(grad, nodes, sizes_.channels),
+                    call_.matrix(stages_.out_weight(), sizes_.channels, sizes_.features()),
+                    g_.memory.at(d_features_));
     output(d_features);
     stages_.for_parts([&](std::int64_t batch, const Sizes& part, const Block& block) {
       scores(batch, part, block, d_features);
@@ -146,8 +148,8 @@ class Backward {
     p.features = saved_.features();
     p.d_features = d_features.const_data_ptr();
     p.gathered = saved_.gathered();
-    p.d_gathered = memory_.at(d_gathered_);
-    p.row_dots = memory_.at<float>(row_dots_);
+    p.d_gathered = g_.memory.at(d_gathered_);
+    p.row_dots = g_.memory.at<float>(row_dots_);
     output_backward_sm80(p, stream_);
   }
 
@@ -167,7 +169,7 @@ class Backward {
       p.block = block;
       p.pair = Stages::pairs_from(call_.pair_value, batch);
       p.d_features = features;
-      p.pair_dots = memory_.at<float>(pair_dots_);
+      p.pair_dots = g_.memory.at<float>(pair_dots_);
       (fp32 ? pair_dots_fp32_sm80 : pair_dots_sm80)(p, stream_);
     }
     ScoresBackwardProblem p;
@@ -176,17 +178,17 @@ class Backward {
     p.block = block;
     p.logits = stages_.logits();
     p.log_sums = saved_.log_sums() + lines;
-    p.row_dots = memory_.at<float>(row_dots_) + lines;
-    if (part.value_channels > 0) p.pair_dots = memory_.at<float>(pair_dots_);
+    p.row_dots = g_.memory.at<float>(row_dots_) + lines;
+    if (part.value_channels > 0) p.pair_dots = g_.memory.at<float>(pair_dots_);
     p.values = further(stages_.values(), type, lines * value_line(part, mode));
-    p.d_gathered = further(memory_.at(d_gathered_), type, lines * value_line(part, mode));
+    p.d_gathered = further(g_.memory.at<void>(d_gathered_), type, lines * value_line(part, mode));
     p.q_moments = further(stages_.q_moments(), type, lines * moment_line(part, mode));
     p.k_moments = further(stages_.k_moments(), type, lines * moment_line(part, mode));
     p.accumulate = block.first_row > 0;
-    p.d_logits = memory_.at(d_logits_);
-    p.d_keys = memory_.at<float>(d_keys_) + lines * moment_line(part, mode);
-    p.d_values = memory_.at<float>(d_values_) + lines * d_value_line(part);
-    p.d_queries = memory_.at<float>(d_queries_) + lines * moment_line(part, mode);
+    p.d_logits = g_.memory.at(d_logits_);
+    p.d_keys = g_.memory.at<float>(d_keys_) + lines * moment_line(part, mode);
+    p.d_values = g_.memory.at<float>(d_values_) + lines * d_value_line(part);
+    p.d_queries = g_.memory.at<float>(d_queries_) + lines * moment_line(part, mode);
     (fp32 ? keys_backward_fp32_sm80 : keys_backward_sm80)(p, stream_);
     if (needs_projected()) (fp32 ? queries_backward_fp32_sm80 : queries_backward_sm80)(p, stream_);
     if (g_.needs(kHeadWeights)) distances(part, block, lines);
@@ -198,12 +200,12 @@ class Backward {
     p.sizes = part;
     p.mode = call_.mode();
     p.block = block;
-    p.d_logits = memory_.at(d_logits_);
+    p.d_logits = g_.memory.at(d_logits_);
     p.q_points = stages_.q_points() + lines * point_line(part);
     p.k_points = stages_.k_points() + lines * point_line(part);
     p.head_weights = call_.head_weights;
     p.point_scale = call_.point_scale;
-    p.sums = memory_.at<float>(distance_sums_);
+    p.sums = g_.memory.at<float>(distance_sums_);
     p.parts = distance_parts_;
     p.add_sums = distances_begun_;
     distances_begun_ = true;
@@ -218,13 +220,13 @@ class Backward {
     p.mode = call_.mode();
     p.block = block;
     p.channels = part.pair_channels;
-    p.d_logits = memory_.at(d_logits_);
+    p.d_logits = g_.memory.at(d_logits_);
     p.weight = call_.bias.weight;
     p.bias_scale = call_.bias_scale;
     if (same) from_values(&p, batch, part, d_features);
     if (needs_bias()) {
       p.pair = Stages::pairs_from(call_.pair, batch);
-      p.sums = memory_.at<float>(pair_sums_);
+      p.sums = g_.memory.at<float>(pair_sums_);
       p.parts = pair_parts_;
     }
     if (needs_bias() || pair_grad_.wanted()) launch_pairs(&p, pair_grad_, batch, &pairs_begun_);
@@ -293,44 +295,50 @@ class Backward {
     p.d_features = d_features.const_data_ptr();
     p.gathered = saved_.gathered();
     p.centres = saved_.centres();
-    p.d_queries = memory_.at<float>(d_queries_);
-    p.d_keys = memory_.at<float>(d_keys_);
-    p.d_values = memory_.at<float>(d_values_);
-    p.d_projected = memory_.at(d_projected_);
+    p.d_queries = g_.memory.at<float>(d_queries_);
+    p.d_keys = g_.memory.at<float>(d_keys_);
+    p.d_values = g_.memory.at<float>(d_values_);
+    p.d_projected = g_.memory.at(d_projected_);
     if (g_.needs(kTranslations)) {
-      p.d_translations = static_cast<float*>(g_.of(kTranslations).mutable_data_ptr());
+      p.d_translations = static_cast<float*>(g_.grad(kTranslations).mutable_data_ptr());
     }
     if (g_.needs(kRotations)) {
-      p.d_rotations = static_cast<float*>(g_.of(kRotations).mutable_data_ptr());
+      p.d_rotations = static_cast<float*>(g_.grad(kRotations).mutable_data_ptr());
     }
     frames_backward_sm80(p, stream_);
     const std::int64_t nodes = sizes_.nodes();
-    void* d_projected = memory_.at(d_projected_);
-    if (needs_biases()) sum_columns(&bias_sums_, d_projected);
+    void* d_projected = g_.memory.at(d_projected_);
+    if (needs_biases()) g_.sum_columns(bias_sums_, nodes, d_projected, sizes_.projected());
     if (needs_weights()) {
-      weight_sums_.add(of_call(), d_projected, stages_.normalised().mutable_data_ptr(), nodes);
+      g_.add_product(weight_sums_, d_projected, stages_.normalised().mutable_data_ptr(), nodes);
     }
     if (!needs_source()) return;
-    const Tensor d_normalised = multiply_back(
-        call_.matrix(d_projected, nodes, sizes_.projected()),
-        call_.matrix(stages_.projections(), sizes_.projected(), sizes_.channels), d_normalised_);
+    const Tensor d_normalised =
+        g_.multiply(call_.matrix(d_projected, nodes, sizes_.projected()),
+                    call_.matrix(stages_.projections(), sizes_.projected(), sizes_.channels),
+                    g_.memory.at(d_normalised_));
     if (!call_.inputs.layer_norm_weight) {
-      const Tensor& to = g_.of(kNode);
-      call_operator("aten::copy_", view_of(to, to.mutable_data_ptr(), {nodes, sizes_.channels},
-                                           {sizes_.channels, 1}, to.scalar_type()),
+      const Tensor& to = g_.grad(kNode);
+      call_operator("aten::copy_",
+                    view_of(to, to.mutable_data_ptr(), {nodes, sizes_.channels},
+                            {sizes_.channels, 1}, to.scalar_type()),
                     d_normalised, false);
       return;
     }
     NormBackwardProblem norm;
-    norm.rows = rows_of(call_.prepare.node);
+    const Nodes& node = call_.prepare.node;
+    norm.source.data = node.data;
+    norm.source.type = node.type;
+    norm.source.axes[0] = {sizes_.n, node.stride};
+    norm.source.axes[1] = {sizes_.batch, node.batch_stride};
     norm.channels = sizes_.channels;
     norm.eps = call_.prepare.eps;
     norm.weight = call_.prepare.norm_weight;
     norm.grad = d_normalised.const_data_ptr();
     norm.grad_type = call_.type();
-    if (g_.needs(kNode)) norm.out = g_.of(kNode).mutable_data_ptr();
+    if (g_.needs(kNode)) norm.out = g_.grad(kNode).mutable_data_ptr();
     if (needs_norm()) {
-      norm.statistics = memory_.at<float>(statistics_);
+      norm.statistics = g_.memory.at<float>(statistics_);
       norm.parts = norm_sums_.parts;
       norm.sums = norm_sums_.next();
     }
@@ -350,56 +358,34 @@ class Backward {
                                 sizes_.value_points_at()};
     for (int i = 0; i < 6; ++i) {
       const bool points = i >= 3;
-      g_.finish(&p, static_cast<Input>(kQWeight + 2 * i), weight_sums_.data() + ats[i] * c,
-                weight_sums_.used(), weight_sums_.size(), points ? c : dim * c,
-                points ? c : head * c);
-      g_.finish(&p, static_cast<Input>(kQBias + 2 * i), bias_sums_.to + ats[i], bias_sums_.used,
-                columns, points ? 1 : dim, points ? 1 : head);
+      g_.add(&p, static_cast<Input>(kQWeight + 2 * i), weight_sums_.data() + ats[i] * c,
+             weight_sums_.used(), weight_sums_.size(), points ? c : dim * c, points ? c : head * c);
+      g_.add(&p, static_cast<Input>(kQBias + 2 * i), bias_sums_.to + ats[i], bias_sums_.used,
+             columns, points ? 1 : dim, points ? 1 : head);
     }
-    g_.finish(&p, kOutWeight, out_sums_.data(), out_sums_.used(), out_sums_.size(),
-              sizes_.features(), sizes_.features_filled());
-    g_.finish(&p, kOutBias, out_bias_sums_.to, out_bias_sums_.used, c, 1, 1);
-    g_.finish(&p, kNormBias, norm_sums_.to, norm_sums_.used, 2 * c, 1, 1);
-    g_.finish(&p, kNormWeight, norm_sums_.to + c, norm_sums_.used, 2 * c, 1, 1);
+    g_.add(&p, kOutWeight, out_sums_.data(), out_sums_.used(), out_sums_.size(), sizes_.features(),
+           sizes_.features_filled());
+    g_.add(&p, kOutBias, out_bias_sums_.to, out_bias_sums_.used, c, 1, 1);
+    g_.add(&p, kNormBias, norm_sums_.to, norm_sums_.used, 2 * c, 1, 1);
+    g_.add(&p, kNormWeight, norm_sums_.to + c, norm_sums_.used, 2 * c, 1, 1);
     const std::int64_t line = sizes_.pair_channels + 1;
-    const float* pair_sums = memory_.at<float>(pair_sums_);
-    g_.finish(&p, kPairBiasWeight, pair_sums, pair_parts_, sizes_.heads * line, line,
-              sizes_.pair_channels, call_.bias_scale);
-    g_.finish(&p, kPairBiasBias, pair_sums + sizes_.pair_channels, pair_parts_,
-              sizes_.heads * line, line, 1, call_.bias_scale);
-    g_.finish(&p, kHeadWeights, memory_.at<float>(distance_sums_), distance_parts_, sizes_.heads,
-              1, 1);
+    const float* pair_sums = g_.memory.at<float>(pair_sums_);
+    g_.add(&p, kPairBiasWeight, pair_sums, pair_parts_, sizes_.heads * line, line,
+           sizes_.pair_channels, call_.bias_scale);
+    g_.add(&p, kPairBiasBias, pair_sums + sizes_.pair_channels, pair_parts_, sizes_.heads * line,
+           line, 1, call_.bias_scale);
+    g_.add(&p, kHeadWeights, g_.memory.at<float>(distance_sums_), distance_parts_, sizes_.heads, 1,
+           1);
     if (p.count > 0) finish_sm80(p, stream_);
-  }
-
-  // a * b. Of 16 bits it is written to the workspace; of fp32 it is a tensor of its own.
-  Tensor multiply_back(const Tensor& a, const Tensor& b, std::int64_t to) const {
-    if (call_.is_fp32()) return multiply_fp32(a, b, call_.settings.precision);
-    const Tensor out = call_.matrix(memory_.at(to), a.size(0), b.size(1));
-    if (fills_products()) call_operator("aten::zero_", out);
-    call_overload("aten::mm", "out", a, b, out);
-    return out;
-  }
-
-  void sum_columns(ColumnParts* parts, const void* grad) const {
-    ColumnSumsProblem p;
-    p.rows.axes(sizes_.nodes());
-    p.columns = static_cast<int>(parts->columns);
-    p.grad = grad;
-    p.grad_type = call_.type();
-    p.grad_stride = parts->columns;
-    p.parts = parts->parts;
-    p.sums = parts->next();
-    column_sums_sm80(p, stream_);
   }
 
   const Call& call_;
   const Sizes& sizes_;
   const Tensor& grad_;
   MaybeTensor projected_;
-  CUstream_st* const stream_;
+  const Differentiable of_;
   Gradients g_;
-  Workspace memory_;
+  CUstream_st* const stream_;
   Saved saved_;
   Stages stages_;
   SlabProducts weight_sums_, out_sums_;
@@ -411,5 +397,85 @@ class Backward {
   bool pairs_begun_ = false, distances_begun_ = false;
 };
 
+std::vector<Tensor> backward(
+    const Tensor& grad, const MaybeTensor& saved, const MaybeTensor& projected, const Tensor& node,
+    const Tensor& pair, const Tensor& translations, const Tensor& rotations,
+    const MaybeTensor& node_mask, const MaybeTensor& pair_value,
+    const MaybeTensor& layer_norm_weight, const MaybeTensor& layer_norm_bias,
+    const Tensor& q_proj_weight, const MaybeTensor& q_proj_bias, const Tensor& k_proj_weight,
+    const MaybeTensor& k_proj_bias, const Tensor& v_proj_weight, const MaybeTensor& v_proj_bias,
+    const Tensor& q_pts_weight, const MaybeTensor& q_pts_bias, const Tensor& k_pts_weight,
+    const MaybeTensor& k_pts_bias, const Tensor& v_pts_weight, const MaybeTensor& v_pts_bias,
+    const Tensor& pair_bias_weight, const MaybeTensor& pair_bias_bias, const Tensor& head_weights,
+    const Tensor& out_proj_weight, const MaybeTensor& out_proj_bias, std::int64_t num_heads,
+    std::int64_t num_query_points, std::int64_t num_value_points,
+    std::optional<double> scalar_scale, double point_scale, double bias_scale, bool gathers_pair,
+    std::optional<double> norm_eps, double eps, std::string_view precision,
+    std::optional<ScalarType> dtype, const std::vector<bool>& needs) {
+  const Inputs inputs{node,
+                      pair,
+                      translations,
+                      rotations,
+                      node_mask,
+                      pair_value,
+                      layer_norm_weight,
+                      layer_norm_bias,
+                      q_proj_weight,
+                      q_proj_bias,
+                      k_proj_weight,
+                      k_proj_bias,
+                      v_proj_weight,
+                      v_proj_bias,
+                      q_pts_weight,
+                      q_pts_bias,
+                      k_pts_weight,
+                      k_pts_bias,
+                      v_pts_weight,
+                      v_pts_bias,
+                      pair_bias_weight,
+                      pair_bias_bias,
+                      head_weights,
+                      out_proj_weight,
+                      out_proj_bias};
+  const Settings settings{
+      num_heads,  num_query_points, num_value_points, scalar_scale, point_scale,
+      bias_scale, gathers_pair,     norm_eps,         eps,          std::string(precision),
+      dtype};
+  const Call call(inputs, settings, true);
+  FO_CHECK_RUNTIME(call.chosen.plan.path == Path::kKernel, kOp,
+                   ": the backward must be one that kernels take");
+  const Sizes& sizes = call.sizes();
+  const auto is_of_call = [&](const MaybeTensor& tensor, ScalarType type, std::int64_t count) {
+    return !tensor || (tensor->numel() == count && tensor->scalar_type() == type &&
+                       tensor->is_contiguous() && same_device(*tensor, node));
+  };
+  FO_CHECK_RUNTIME(saved.has_value() == projected.has_value() &&
+                       is_of_call(saved, ScalarType::Byte, Saved(call).bytes()) &&
+                       is_of_call(projected, call.scalar(), sizes.nodes() * sizes.projected()),
+                   kOp, ": what was saved must be of this call");
+  FO_CHECK_VALUE(grad.numel() == sizes.nodes() * sizes.channels, kOp,
+                 ": grad must have the shape of node, got ", shape_text(grad.sizes()));
+  const DeviceGuard guard(node.get_device_index());
+  Tensor kept = grad;
+  if (!grad.is_contiguous() || grad.scalar_type() != call.scalar()) {
+    const auto shape = grad.sizes();
+    kept = empty(grad, {shape.begin(), shape.end()}, call.scalar());
+    call_operator("aten::copy_", kept, grad, false);
+  }
+  return Backward(call, kept, saved, projected, needs).run();
+}
+
 }  // namespace
+
+// Called where the planner gives the backward to kernels and there are residues.
+STABLE_TORCH_LIBRARY_FRAGMENT(fused_ops, m) {
+  m.def(
+      "invariant_point_attention_backward_cuda(Tensor grad, Tensor? saved, Tensor? "
+      "projected, " FO_IPA_ARGUMENTS ", bool[] needs) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fused_ops, CUDA, m) {
+  m.impl("invariant_point_attention_backward_cuda", TORCH_BOX(&backward));
+}
+
 }  // namespace fused_ops::invariant_point_attention

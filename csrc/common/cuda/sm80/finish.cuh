@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (warp > 0 || at >= s.count) return;
 #pragma unroll
   for (int w = 1; w < kFinishWarps; ++w) sum += shared.sums[w][lane];
-  store_number(s.result.data, s.result.type, at, sum);
+  store_number(s.result.data, s.result.type, at, s.factor * sum);
 }
 
 }  // namespace fused_ops
