@@ -438,14 +438,17 @@ def test_distances_backward(batch, n, heads, points, first, rows, parts, mode):
     d_logits = d_logits.to(case.dtype)
     pad = (0, case.line - 3 * points)
     stored = [torch.nn.functional.pad(x.flatten(-2), pad) for x in (q, k)]
+    head_weights = torch.randn(heads) * 3
     inputs = {"d_logits": d_logits, "q_points": stored[0], "k_points": stored[1]}
+    inputs["head_weights"] = head_weights
     settings = {"first_row": first, "rows": rows, "parts": parts}
     out = case.run("distances_backward", inputs, add_sums=0, **settings)
     sums = out["sums"].view(-1, heads)
     assert sums.shape[0] == (parts or min(64, batch * -(-n // 16) * -(-n // 256)))
     block = q[:, :, first : first + rows, None].double()
     distances = (block - k.double().nan_to_num()[:, :, None]).square().sum((-1, -2))
-    terms = d_logits[..., :n].double() * distances
+    slopes = -POINT_SCALE / 2 * torch.sigmoid(head_weights.double())
+    terms = d_logits[..., :n].double() * distances * slopes[:, None, None]
     wanted = terms.sum((0, 2, 3))
     # The terms nearly cancel.
     allowed = 1e-6 * terms.square().sum().sqrt() * n**0.5
@@ -458,6 +461,7 @@ def test_sums_of_nothing():
     case = Case(batch=1, n=4)
     points = torch.randn(1, 3, 4, 12)
     inputs = {"d_logits": torch.zeros(0), "q_points": points, "k_points": points}
+    inputs["head_weights"] = torch.zeros(3)
     settings = {"first_row": 2, "rows": 0, "parts": 0}
     sums = case.run("distances_backward", inputs, add_sums=0, **settings)["sums"]
     assert sums.shape == (3,) and (sums == 0).all()

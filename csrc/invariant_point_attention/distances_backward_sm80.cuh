@@ -137,10 +137,12 @@ __device__ __forceinline__ void distances_backward_body(const DistancesBackwardP
   __syncthreads();
   if (thread != 0) return;
   float* to = problem.sums + std::int64_t{part} * sizes.heads + head;
-  float all = problem.add_sums ? *to : 0.0f;
+  float all = 0.0f;
 #pragma unroll
   for (const float of_warp : shared.sums) all += of_warp;
-  *to = all;
+  const float weight = load_or(problem.head_weights, head, 0.0f);
+  all *= -0.5f * problem.point_scale / (1.0f + expf(-weight));
+  *to = problem.add_sums ? *to + all : all;
 }
 
 template <DType type>

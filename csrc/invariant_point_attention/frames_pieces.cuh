@@ -6,13 +6,11 @@
 #include "common/cuda/sm80/numbers.cuh"
 #include "common/cuda/sm80/stored.cuh"
 #include "invariant_point_attention/backward.h"
+#include "invariant_point_attention/config.h"
 
 namespace fused_ops::invariant_point_attention {
 
 constexpr int kFrameWarps = 4;  // of a block, where no two warps share anything
-constexpr int kMostHeads = 16;
-constexpr int kMostPoints = 16;
-constexpr int kMostDim = 256;
 
 // A head of a residue.
 struct Place {

@@ -126,7 +126,7 @@ class PairBackward {
       for (std::int64_t i = 0; i < outer; ++i) {
         FinishProblem p;
         p.count = 1;
-        p.summands[0] = {maps + i * size * inner,          size, inner, inner, 1, 1,
+        p.summands[0] = {maps + i * size * inner,          size, inner, inner, 1, 1, 1.0f,
                          {to + i * inner, DType::kFloat32}};
         finish_sm80(p, c_.stream);
       }

@@ -120,6 +120,8 @@ const emulation::Kernel distances_backward("distances_backward", [](Request& req
   p.d_logits = request.input<char>("d_logits");
   p.q_points = request.input<float>("q_points");
   p.k_points = request.input<float>("k_points");
+  p.head_weights = {request.input<float>("head_weights"), DType::kFloat32};
+  p.point_scale = 0.5f;
   p.parts = static_cast<int>(request.integer("parts"));
   if (p.parts == 0) p.parts = distance_sum_parts(p.sizes);
   p.add_sums = request.integer("add_sums") != 0;
