@@ -4,6 +4,8 @@
 // their points in registers, the queries' points in shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "common/cuda/sm80/numbers.cuh"
 #include "common/cuda/sm80/stored.cuh"
 #include "invariant_point_attention/backward.h"
@@ -27,16 +29,25 @@ struct DistancesBackwardShared {
   float sums[kDistanceThreads / 32];
 };
 
-// Of two neighbouring keys, the second of which may lie beyond the last and is zero then.
+// dS of two neighbouring keys as it is stored: packed in 16-bit types. The second may lie beyond
+// the last and is zero then.
 template <DType type>
-__device__ __forceinline__ float2 load_two(const void* data, std::int64_t index) {
-  if constexpr (type == DType::kFloat32) {
-    return *reinterpret_cast<const float2*>(static_cast<const float*>(data) + index);
-  } else {
-    return unpack_two<type>(
-        *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(data) + index));
+struct TwoGradients {
+  using Stored = std::conditional_t<type == DType::kFloat32, float2, std::uint32_t>;
+  Stored stored;
+
+  __device__ __forceinline__ void load(const void* data, std::int64_t index) {
+    stored = *reinterpret_cast<const Stored*>(static_cast<const unsigned char*>(data) +
+                                              index * bytes_of(type));
   }
-}
+  __device__ __forceinline__ float2 get() const {
+    if constexpr (type == DType::kFloat32) {
+      return stored;
+    } else {
+      return unpack_two<type>(stored);
+    }
+  }
+};
 
 // Zeros beyond the line.
 __device__ __forceinline__ void load_chunk(const float* line, int first, int numbers,
@@ -76,13 +87,13 @@ __device__ __forceinline__ float distance_tile(const DistancesBackwardProblem& p
   const std::int64_t key = first_key + 2 * thread;
   const bool inside = key < sizes.n;
 
-  float2 grads[kDistanceRows];
+  TwoGradients<type> grads[kDistanceRows];
   const std::int64_t stride = pair_line(sizes.n);
   const std::int64_t first = (batch_head * problem.block.rows + first_row) * stride + key;
 #pragma unroll
   for (int i = 0; i < kDistanceRows; ++i) {
-    grads[i] = make_float2(0.0f, 0.0f);
-    if (inside && i < rows) grads[i] = load_two<type>(problem.d_logits, first + i * stride);
+    grads[i].stored = {};
+    if (inside && i < rows) grads[i].load(problem.d_logits, first + i * stride);
   }
   // The tile's queries lie one after the other.
   const float* queries =
@@ -105,8 +116,9 @@ __device__ __forceinline__ float distance_tile(const DistancesBackwardProblem& p
         if (i >= rows) break;
         load_chunk(shared.queries[i], chunk, numbers, query);
         // A residue that is not there may be anywhere, or nowhere: its dS is zero.
-        if (grads[i].x != 0.0f) sum = fmaf(grads[i].x, squared_distance(query, here), sum);
-        if (grads[i].y != 0.0f) sum = fmaf(grads[i].y, squared_distance(query, next), sum);
+        const float2 grad = grads[i].get();
+        if (grad.x != 0.0f) sum = fmaf(grad.x, squared_distance(query, here), sum);
+        if (grad.y != 0.0f) sum = fmaf(grad.y, squared_distance(query, next), sum);
       }
     }
   }
