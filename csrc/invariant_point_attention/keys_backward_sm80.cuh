@@ -2,11 +2,11 @@
 // dS, and the sums over queries: d_keys = dS^T q_moments, d_values = P^T d_gathered.
 //
 // A block has a tile of keys of one head and walks the queries, which come through a ring of two
-// stages. dP comes out transposed, values d_gathered^T with keys along M, so that P^T and dS^T are at
-// once the left operands of the next products. Which key is which row of an operand is free: with
-// keys 2g and 2g + 1 as rows g and g + 8, a lane reads two neighbouring logits of a query and writes
-// two neighbouring dS, eight lanes a whole sector, and nothing of this goes through shared memory.
-// Columns of the results that do not fit the registers are further blocks'.
+// stages. dP comes out transposed, values d_gathered^T with keys along M, so that P^T and dS^T are
+// at once the left operands of the next products. Which key is which row of an operand is free:
+// with keys 2g and 2g + 1 as rows g and g + 8, a lane reads two neighbouring logits of a query and
+// writes two neighbouring dS, eight lanes a whole sector, and nothing of this goes through shared
+// memory. Columns of the results that do not fit the registers are further blocks'.
 #pragma once
 
 #include "invariant_point_attention/scores_pieces.cuh"
@@ -75,8 +75,8 @@ struct KeysBackward {
 
   __device__ __forceinline__ void copy_values() const {
     const int pitch = p.value_pitch;
-    const auto* from = static_cast<const unsigned char*>(p.values) +
-                       (at.head * p.n + at.first) * p.value_line * 2;
+    const auto* from =
+        static_cast<const unsigned char*>(p.values) + (at.head * p.n + at.first) * p.value_line * 2;
     copy_lines<kKeys>(shared, from, p.value_line * 2, p.n - at.first, p.value_line * 2, pitch - 16,
                       p.value_room, thread, [pitch](int line, int piece) {
                         const int row = line / 16 * 16 + line % 2 * 8 + line % 16 / 2;
@@ -215,10 +215,10 @@ struct KeysBackward {
   // sums += values * lines^T
   __device__ __forceinline__ void multiply(float (&sums)[kN][4], const unsigned char* lines) const {
     const int pitch = p.value_pitch;
-    const auto left = sm80::shared_address(shared + (key_warp * 16 + lane % 16) * pitch +
-                                           lane / 16 * 16);
-    const auto right = sm80::shared_address(lines + (lane / 16 * 8 + lane % 8) * pitch +
-                                            lane / 8 % 2 * 16);
+    const auto left =
+        sm80::shared_address(shared + (key_warp * 16 + lane % 16) * pitch + lane / 16 * 16);
+    const auto right =
+        sm80::shared_address(lines + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16);
 #pragma unroll 2
     for (int column = 0; column < p.value_line; column += 16) {
       std::uint32_t rows[4];

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sums over keys: d_queries = dS k_moments, a product of each head. A block has a tile of queries
-// and walks the keys, which come with their dS through a ring in shared memory.
+// The sums over keys: d_queries = dS k_moments, a product of each head. A block has a tile of
+// queries and walks the keys, which come with their dS through a ring in shared memory.
 #pragma once
 
 #include "invariant_point_attention/scores_pieces.cuh"
 
 namespace fused_ops::invariant_point_attention {
 
-// `tiles_of_columns`: of the result in registers; others are further blocks'. Warps that do not have
-// queries of their own share the keys of a stage.
+// `tiles_of_columns`: of the result in registers; others are further blocks'. Warps that do not
+// have queries of their own share the keys of a stage.
 template <Mode mode, int tiles_of_columns, int query_warps>
 struct QueriesBackward {
   static constexpr int kTiles = tiles_of_columns;
@@ -61,9 +61,8 @@ struct QueriesBackward {
                            room_of(kKeys / 8), thread,
                            [](int i, int piece) { return i * kPitch + piece * 16; });
       const int pitch = p.moment_pitch;
-      const auto* moments =
-          static_cast<const unsigned char*>(p.moments) +
-          ((at.head * p.n + key) * p.moment_line + at.chunk * (kTiles * 8)) * 2;
+      const auto* moments = static_cast<const unsigned char*>(p.moments) +
+                            ((at.head * p.n + key) * p.moment_line + at.chunk * (kTiles * 8)) * 2;
       copy_lines<kKeys>(to + kQueries * kPitch, moments, p.moment_line * 2, count, tiles * 16,
                         (tiles + 1) / 2 * 32, p.moment_room, thread,
                         [pitch](int i, int piece) { return i * pitch + piece * 16; });
@@ -84,8 +83,9 @@ struct QueriesBackward {
       for (int i = 0; i < kGroupKeys; i += 16) {
         const int key = group * kGroupKeys + i;
         std::uint32_t left[4];
-        sm80::ldmatrix_x4(left, sm80::shared_address(stage + (query_warp * 16 + lane % 16) * kPitch +
-                                                     lane / 16 * 16 + key * 2));
+        sm80::ldmatrix_x4(left,
+                          sm80::shared_address(stage + (query_warp * 16 + lane % 16) * kPitch +
+                                               lane / 16 * 16 + key * 2));
         add_lines<mode>(sums, left,
                         sm80::shared_address(stage + kQueries * kPitch +
                                              (key + lane % 16) * p.moment_pitch + lane / 16 * 16),

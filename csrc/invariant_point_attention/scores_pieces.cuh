@@ -105,8 +105,8 @@ __device__ __forceinline__ int tiles_of_chunk(int line, int chunk, int most) {
 }
 
 // Asks for `lines` lines by all threads: the first `count`, zeros for the others. Of each,
-// `line_bytes` bytes (a multiple of 16), then zeros up to `room_bytes`. `piece_at(line, piece)`: where
-// a piece goes.
+// `line_bytes` bytes (a multiple of 16), then zeros up to `room_bytes`. `piece_at(line, piece)`:
+// where a piece goes.
 template <int lines, class PieceAt>
 __device__ __forceinline__ void copy_lines(unsigned char* to, const unsigned char* from,
                                            std::int64_t stride, std::int64_t count, int line_bytes,

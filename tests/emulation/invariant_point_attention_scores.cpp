@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The scores' backward of invariant point attention for 16-bit types, through its launchers.
-#include "emulation/driver.h"
 #include "emulation/invariant_point_attention_scores.h"
+#include "emulation/driver.h"
 #include "invariant_point_attention/keys_backward_sm80.cu"
 #include "invariant_point_attention/queries_backward_sm80.cu"
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a request to the problem of the scores' backward. Gradients that are added to come as inputs.
+// From a request to the problem of the scores' backward. Gradients that are added to come as
+// inputs.
 #pragma once
 
 #include <cstring>
