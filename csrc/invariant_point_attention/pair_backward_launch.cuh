@@ -68,7 +68,7 @@ void launch_pair_backward(const char* what, void (*kernel)(PairBackwardParams),
 
   const std::int64_t tiles = sizes.batch * problem.block.rows * params.key_tiles;
   const std::int64_t parts =
-      problem.sums ? problem.parts : std::min<std::int64_t>(tiles, warps.parts_for(16));
+      problem.sums ? problem.parts : std::min<std::int64_t>(tiles, warps.parts_for(12));
   params.share = tiles / parts;
   params.longer = tiles % parts;
   launch(what, kernel, static_cast<unsigned>(parts * warps.chunks), warps.warps * 32,
