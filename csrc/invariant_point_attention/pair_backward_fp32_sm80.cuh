@@ -194,7 +194,7 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
 };
 
 template <Mode mode>
-__global__ void __launch_bounds__(kPairMostWarps * 32, 3)
+__global__ void __launch_bounds__(kPairMostWarps * 32, 2)
     pair_backward_fp32_kernel(const __grid_constant__ PairBackwardParams params) {
   PairBackwardFp32<mode>(params).run();
 }
