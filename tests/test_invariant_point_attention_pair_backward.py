@@ -16,7 +16,7 @@ DTYPES = {FP32: 0, FP16: 2, BF16: 3}
 MODES = {"bf16": (0, BF16), "fp16": (1, FP16), "tf32": (2, FP32), "split": (3, FP32)}
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 # Of operands and results, in the L2 norm: a rounding to 8, 11, 11 bits; fp32's products of halves.
-TOLERANCE = {"bf16": 3e-3, "fp16": 4e-4, "tf32": 4e-4, "split": 4e-7}
+TOLERANCE = {"bf16": 3e-3, "fp16": 4e-4, "tf32": 6e-4, "split": 4e-7}
 # Of the weight and the pair tensor alone, as sums are fp32: those that are stored so are exact.
 EXACT = 1e-6
 
@@ -131,16 +131,19 @@ class Problem:
             values = values.view(self.batch, self.rows, self.heads, self.channels)
             expected += torch.einsum("bhij,bihc->bijc", weights, values)
         sums = torch.einsum("bhij,bijc->hc", scores, self.mine(self.pair).double())
-        return expected, sums, scores.sum((0, 2, 3))
+        # Terms have both signs: what the sums are held against, as they might cancel.
+        squares = torch.einsum("bhij,bijc->hc", scores**2, self.mine(self.pair).double() ** 2)
+        return expected, sums, scores.sum((0, 2, 3)), squares.sum().sqrt()
 
 
-def error(result, expected):
-    return ((result.double() - expected).norm() / (expected.norm() + 1e-30)).item()
+def error(result, expected, size=None):
+    size = expected.norm() if size is None else size
+    return ((result.double() - expected).norm() / (size + 1e-30)).item()
 
 
 def check(problem, **settings):
     out = problem.run(**settings)
-    expected, sums, alone = problem.reference()
+    expected, sums, alone, size = problem.reference()
     tolerance = TOLERANCE[problem.mode]
     if problem.grad:
         grad = out["grad"]
@@ -153,10 +156,8 @@ def check(problem, **settings):
     if problem.sums:
         exact = problem.pair_dtype == problem.dtype and problem.mode != "tf32"
         total = out["sums"].double().sum(0)
-        assert error(total[:, :-1], sums) <= (EXACT if exact else tolerance)
-        # Terms of both signs: held against their size.
-        size = problem.scores.double().norm()
-        assert (total[:, -1] - alone).norm() <= EXACT * size
+        assert error(total[:, :-1], sums, size) <= (EXACT if exact else tolerance)
+        assert error(total[:, -1], alone, problem.scores.double().norm()) <= EXACT
     return out
 
 
@@ -260,7 +261,7 @@ def test_nan_reaches_what_it_reaches_in_pytorch(mode, where):
     at["d_features"] = (0, 4, problem.values.start + 45)
     getattr(problem, where)[at[where]] = math.nan
     out = problem.run()
-    expected, sums, alone = problem.reference()
+    expected, sums, alone, _ = problem.reference()
     assert torch.equal(out["grad"].isnan(), expected.isnan())
     total = out["sums"].sum(0)
     assert torch.equal(total[:, :-1].isnan(), sums.isnan())
@@ -287,6 +288,6 @@ def test_what_makes_no_sense_is_refused():
         Problem("bf16", 3, heads=17).run()
     with pytest.raises(EmulationError, match="dS and parts with the sums"):
         Problem("bf16", 3, bias=False).run()
+    problem = Problem("bf16", 3)
     with pytest.raises(EmulationError, match="fp32 sums to add to"):
-        problem = Problem("bf16", 3)
         problem.run(before=torch.zeros(1, 3, 3, 32, dtype=BF16))

@@ -42,11 +42,13 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
 
   // d += a * b, the small terms first.
   static __device__ __forceinline__ void multiply(float (&d)[4], const Left& a, const Right& b) {
-    if (mode == Mode::kSplit) {
-      sm80::mma_tf32(d, a.low, b.high);
-      sm80::mma_tf32(d, a.high, b.low);
-    }
+    if (mode == Mode::kSplit) multiply_small(d, a, b);
     sm80::mma_tf32(d, a.high, b.high);
+  }
+  static __device__ __forceinline__ void multiply_small(float (&d)[4], const Left& a,
+                                                        const Right& b) {
+    sm80::mma_tf32(d, a.low, b.high);
+    sm80::mma_tf32(d, a.high, b.low);
   }
 
   Right bias[2][4];      // of eight heads each: weight, of four tiles of channels
@@ -79,7 +81,7 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
       load_operand(features, [&](int head, int channel) { return d_feature(tile, head, channel); });
     }
     const int first_key = tile.key_tile * kKeys;
-    // Sums of a tile are added to the others by fp32 units, which round.
+    // The tensor cores cut sums off: those of a tile are added to the others by fp32 units.
     float now[4][4] = {};
     float now_alone[4] = {};
 #pragma unroll 1
@@ -91,16 +93,19 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
       if (!problem.grad) continue;
       float grad[4][4] = {};
       if (problem.d_logits) {
-        multiply_all(grad, bias, [&](int head, int key) { return score(stage, head, key); }, keys);
+        multiply_all(
+            grad, 0.0f, bias, [&](int head, int key) { return score(stage, head, key); }, keys);
+      }
+      if (problem.d_features) {
+        multiply_all(
+            grad, problem.bias_scale, features,
+            [&](int head, int key) { return weight(stage, head, key); }, keys);
+      } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
           for (float& number : grad[j]) number *= problem.bias_scale;
         }
-      }
-      if (problem.d_features) {
-        multiply_all(
-            grad, features, [&](int head, int key) { return weight(stage, head, key); }, keys);
       }
       store(tile, first_key + keys, grad);
     }
@@ -150,19 +155,30 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
     }
   }
 
-  // Adds the product of `number(head, key)`, of 16 keys, with a right operand.
+  // grad = before * grad + the product of `number(head, key)`, of 16 keys, with a right operand.
   template <class Number>
-  __device__ __forceinline__ void multiply_all(float (&grad)[4][4], const Right (&right)[2][4],
-                                               Number number, int keys) const {
+  __device__ __forceinline__ void multiply_all(float (&grad)[4][4], float before,
+                                               const Right (&right)[2][4], Number number,
+                                               int keys) const {
+    Left left[2];
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      Left left;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        left.template set<mode>(i, number(s * 8 + i / 2 * 4 + t(), keys + g() + i % 2 * 8));
+        left[s].template set<mode>(i, number(s * 8 + i / 2 * 4 + t(), keys + g() + i % 2 * 8));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float product[4] = {};
+      if (mode == Mode::kSplit) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) multiply_small(product, left[s], right[s][j]);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) multiply(grad[j], left, right[s][j]);
+      for (int s = 0; s < 2; ++s) sm80::mma_tf32(product, left[s].high, right[s][j].high);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad[j][e] = fmaf(before, grad[j][e], product[e]);
     }
   }
 
@@ -178,7 +194,7 @@ struct PairBackwardFp32 : PairBackwardBlock<DType::kFloat32> {
 };
 
 template <Mode mode>
-__global__ void __launch_bounds__(kPairMostWarps * 32, 3)
+__global__ void __launch_bounds__(kPairMostWarps * 32, 2)
     pair_backward_fp32_kernel(const __grid_constant__ PairBackwardParams params) {
   PairBackwardFp32<mode>(params).run();
 }

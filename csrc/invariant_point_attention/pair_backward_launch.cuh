@@ -67,8 +67,9 @@ void launch_pair_backward(const char* what, void (*kernel)(PairBackwardParams),
   params.stage_bytes = params.pairs_at + (problem.sums ? warps.warps * Block::kPairBytes : 0);
 
   const std::int64_t tiles = sizes.batch * problem.block.rows * params.key_tiles;
-  const std::int64_t parts =
-      problem.sums ? problem.parts : std::min<std::int64_t>(tiles, warps.parts_for(16));
+  // Without sums as many parts as run at once, for which registers decide.
+  const int most = warps.parts_for(type == DType::kFloat32 ? 8 : 12);
+  const std::int64_t parts = problem.sums ? problem.parts : std::min<std::int64_t>(tiles, most);
   params.share = tiles / parts;
   params.longer = tiles % parts;
   launch(what, kernel, static_cast<unsigned>(parts * warps.chunks), warps.warps * 32,
