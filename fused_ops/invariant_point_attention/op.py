@@ -12,6 +12,7 @@ from fused_ops._dispatch import Operator
 from fused_ops._precision import autocast_dtype, resolve_precision
 from fused_ops.invariant_point_attention import composition
 from fused_ops.invariant_point_attention.arguments import ARGUMENTS, DIFFERENTIABLE, NAME, check
+from fused_ops.invariant_point_attention.cuda import cuda_backward
 
 
 def _shapes(a: dict[str, Any]) -> dict[str, list[int]]:
@@ -39,6 +40,9 @@ OPERATOR = Operator(
     shapes=_shapes,
     forward=composition.forward,
     backward=composition.backward,
+    device_backward=cuda_backward,
+    plans_cuda=False,
+    saves=True,
 )
 
 
