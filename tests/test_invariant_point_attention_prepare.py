@@ -299,6 +299,16 @@ def test_one_residue_far_away_does_not_move_the_centre(n, where):
     check_centres(centres(t), t, None, 1)
 
 
+def test_the_second_round_leaves_out_what_the_first_one_kept():
+    t = protein(100)
+    t[50] = 5e3
+    t[[3, 60, 99]] = 300.0
+    others = (t.abs() < 200).all(-1)
+    without = centres(t, others[None])[0, :3]
+    assert (centres(t)[0, :3] - without).abs().max() < 1e-2
+    check_centres(centres(t), t, None, 1)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e38, -3e20])
 @pytest.mark.parametrize("n", [2, 40, 1030])
 def test_what_is_not_finite_has_no_part_in_the_centre(n, bad):
