@@ -189,7 +189,6 @@ def check_keys(s, given, multiprocessors=FEW, seed=0):
     if "pair_dots" in exact:
         d_weights = d_weights + exact["pair_dots"][..., : s.n]
     scores = weights * (d_weights - row_dots)
-    # Size of a sum's terms: of a single query they may cancel.
     d_logits = out["d_logits"]
     close(d_logits[..., : s.n], scores, STORED[s.mode])
     assert (d_logits[..., : s.n][weights == 0] == 0).all()
@@ -204,7 +203,7 @@ def check_keys(s, given, multiprocessors=FEW, seed=0):
         if name == "d_values":
             assert (got[..., s.value_filled :] == 0).all()
             got = got[..., : s.value_filled]
-        # 16-bit dS is exact here, weights are rounded.
+        # As an operand 16-bit dS is exact; weights are rounded.
         exact_operands = name == "d_keys" and s.mode in (BF16, FP16)
         rounding = 1e-6 if exact_operands else ROUNDING[s.mode]
         close(got, sums, rounding if name not in exact else rounding + 1e-6)

@@ -98,8 +98,8 @@ struct Fp32Product {
   }
 };
 
-// The lane's results of a line, of half `h` of the operand's rows: four columns each of those that
-// `number` gives from the sums; `count` of the columns exist.
+// The lane's results of a line, those of half `h` of the operand's rows. `count` columns exist;
+// from `filled` on they are zeros.
 __device__ __forceinline__ void store_fp32_sums(float* line, const float (&sums)[kFp32Tiles][4],
                                                 int h, int count, int filled, bool accumulate,
                                                 int lane) {
