@@ -16,9 +16,9 @@ DTYPES = {FP32: 0, FP16: 2, BF16: 3}
 MODES = {"bf16": (0, BF16), "fp16": (1, FP16), "tf32": (2, FP32), "split": (3, FP32)}
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 # Of operands and results, in the L2 norm: a rounding to 8, 11, 11 bits; fp32's products of halves.
-TOLERANCE = {"bf16": 3e-3, "fp16": 4e-4, "tf32": 6e-4, "split": 4e-7}
+TOLERANCE = {"bf16": 3e-3, "fp16": 4e-4, "tf32": 6e-4, "split": 3e-7}
 # Of the weight and the pair tensor alone, as sums are fp32: those that are stored so are exact.
-EXACT = 1e-6
+EXACT = 5e-7
 
 
 @dataclasses.dataclass
@@ -197,6 +197,12 @@ def test_blocks_of_queries(mode, block):
 def test_pairs_of_any_type_and_strides(mode, pair_dtype, spare):
     problem = Problem(mode, 11, batch=2, pair_dtype=pair_dtype, spare=spare, grad=False)
     check(problem)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "split"])
+@pytest.mark.parametrize("pair_dtype", [BF16, FP16, FP32], ids=str)
+def test_pairs_of_any_type_of_several_tiles(mode, pair_dtype):
+    check(Problem(mode, 70, channels=64, pair_dtype=pair_dtype, block=(3, 4), grad=False))
 
 
 @EVERY_MODE

@@ -179,18 +179,22 @@ struct PairBackwardBlock {
     if (!problem.sums) return;
     if (p.access == PairAccess::kCopied) {
       copy_pairs(tile, index);
-    } else if (p.access == PairAccess::kNumbers) {
-      convert_pairs(tile, index, [&](std::int64_t at, int left, float (&numbers)[8]) {
+    } else if (kSixteen && p.access == PairAccess::kConverted &&
+               problem.pair.type == DType::kFloat32) {
+      convert_pairs<4>(tile, index, [&](std::int64_t at, int left, float (&numbers)[8]) {
+        if (left > 0) load_numbers_as<DType::kFloat32>(problem.pair.data, at, numbers);
+      });
+    } else {  // rare
+      const Stored stored{problem.pair.data, problem.pair.type};
+      convert_pairs<1>(tile, index, [&](std::int64_t at, int left, float (&numbers)[8]) {
+        if (p.access == PairAccess::kConverted) {
+          if (left > 0) load_numbers(stored, at, numbers);
+          return;
+        }
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          numbers[e] = e < left ? load_number(problem.pair.data, problem.pair.type, at + e) : 0.0f;
+          if (e < left) numbers[e] = load_number(stored.data, stored.type, at + e);
         }
-      });
-    } else {
-      convert_pairs(tile, index, [&](std::int64_t at, int left, float (&numbers)[8]) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) numbers[e] = 0.0f;
-        if (left > 0) load_numbers({problem.pair.data, problem.pair.type}, at, numbers);
       });
     }
   }
@@ -214,16 +218,16 @@ struct PairBackwardBlock {
     }
   }
 
-  // `load(at, left, numbers)`: the next eight numbers of element `at`, of which `left` exist.
-  template <class Load>
+  // `load(at, left, numbers)`: the eight numbers from element `at` on, of which `left` exist; the
+  // others are zero. The loads of `kBatch` eights are under way at once.
+  template <int kBatch, class Load>
   __device__ __forceinline__ void convert_pairs(const PairTile& tile, int index, Load load) const {
-    constexpr int kBatch = 2;  // of eights whose loads are under way at once
     const int channel = lane() % 4 * 8;
     const int left = channels_left() - channel;
     const int first = tile.key_tile * kPairKeys;
 #pragma unroll 1
     for (int keys = lane() / 4; keys < kPairKeys; keys += 8 * kBatch) {
-      float numbers[kBatch][8];
+      float numbers[kBatch][8] = {};
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int key = first + keys + b * 8;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "invariant_point_attention/pair_backward_sm80.cuh"
 
+#include <algorithm>
+#include <cstdint>
+
 #include "invariant_point_attention/pair_backward_launch.cuh"
 
 namespace fused_ops::invariant_point_attention {
