@@ -230,6 +230,7 @@ class Gradients:
     ) -> None:
         self._tensors = tensors
         self._needed = [name for name, need in zip(tensors, needs, strict=True) if need]
+        self._wanted = frozenset(self._needed)
         self._sums: dict[str, Tensor] = {}
         self._dtype = dtype
         for name in self._needed:
@@ -238,7 +239,7 @@ class Gradients:
 
     def needs(self, *names: str) -> bool:
         """Whether any of ``names`` is wanted."""
-        return any(name in self._needed for name in names)
+        return not self._wanted.isdisjoint(names)
 
     def buffer(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The zero-initialised contiguous sum of ``name``, in the shape of its tensor."""
@@ -252,7 +253,7 @@ class Gradients:
 
     def add(self, name: str, value: Tensor | None) -> None:
         """Add ``value`` to the gradient of ``name`` if that is wanted."""
-        if value is not None and name in self._needed:
+        if value is not None and name in self._wanted:
             buffer = self.buffer(name)
             buffer += value
 

@@ -30,6 +30,7 @@ from fused_ops.testing import peak_memory, relative_error
 # node_dim, pair_dim, num_heads, num_query_points, num_value_points
 SMALL = (12, 5, 3, 2, 3)
 USUAL = (32, 16, 4, 4, 8)
+KEPT = ("layer_norm_bias", "pair_bias_weight", "out_proj_bias")  # of the names with "_bias"
 
 
 def build(sizes=SMALL, dtype=torch.float32, device="cpu"):
@@ -407,6 +408,35 @@ def test_eps_is_that_of_the_layer_norm(device):
     eager.layer_norm.eps = 0.5
     fused = fused_ops.InvariantPointAttention.from_reference(eager)
     assert_parity(fused, eager, inputs_of((2,), 9, device=device), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_layer_norm_without_parameters_is_refused(name):
+    fused, _ = build()
+    fused.layer_norm.register_parameter(name, None)  # to the op: no LayerNorm at all
+    with pytest.raises(TypeError, match="layer_norm must have a weight and a bias, got None"):
+        fused(*inputs_of((1,), 3))
+
+
+def test_options_have_the_defaults_of_the_module(device):
+    fused, _ = build(device=device)
+    inputs = [*inputs_of((2,), 9, device=device), holes(2, 9, device=device)]
+    options = {"scalar_scale": 4**-0.5, "point_scale": 1.0, "bias_scale": 1.0}
+    options |= {"gathers_pair": False, "norm_eps": None, "pair_value": None}
+    named = dict(zip(OPERATOR._names, fused._operands(*inputs), strict=True)) | options
+    del named["precision"], named["dtype"]
+    assert torch.equal(invariant_point_attention(**named), fused(*inputs))
+
+
+def test_old_arguments_keep_their_places(device):
+    fused, _ = build(device=device)
+    inputs = [*inputs_of((2,), 9, device=device), holes(2, 9, device=device)]
+    named = dict(zip(OPERATOR._names, fused._operands(*inputs), strict=True))
+    old = [name for name in OPERATOR._names if "_bias" not in name or name in KEPT]
+    old = old[: old.index("num_value_points") + 1]
+    old.remove("pair_value")
+    result = invariant_point_attention(*(named[name] for name in old), eps=1e-5, precision=None)
+    assert torch.equal(result, fused(*inputs))
 
 
 # Autograd ----------------------------------------------------------------------------------------

@@ -133,10 +133,8 @@ class Attention:
         self.point_weights = functional.softplus(given.head_weights.to(g)).view(heads, 1, 1)
         if given.point_scale != 1.0:
             self.point_weights = self.point_weights * given.point_scale
-        point_weights = self.point_weights
-        if self.batch > 1:
-            point_weights = point_weights.repeat(self.batch, 1, 1)
-        self.weighted_q_features = self.q_features * point_weights
+        weighted = self.q_features.view(self.batch, heads, n, width) * self.point_weights
+        self.weighted_q_features = weighted.view(-1, n, width)
 
     def _project(self, given: Arguments) -> list[Tensor]:
         """The linears of x: q, k, v, and the points of all three kinds side by side."""

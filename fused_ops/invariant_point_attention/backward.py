@@ -20,7 +20,11 @@ from fused_ops.invariant_point_attention.attention import (
 )
 from fused_ops.invariant_point_attention.blocks import Block, Pairs
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts")
+_PROJECTIONS = tuple(
+    (f"{name}_weight", f"{name}_bias")
+    for name in ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts")
+)
+_Q_PROJ, _K_PROJ, _V_PROJ, _Q_PTS, _K_PTS, _V_PTS = _PROJECTIONS
 
 
 class _Needs:
@@ -31,18 +35,14 @@ class _Needs:
         self.input = needs("node", "layer_norm_weight", "layer_norm_bias")
         frames = needs("translations", "rotations")
         self.features = needs("out_proj_weight", "rotations") or a.norm_eps is not None
-        self.scalar_logits = self.input or needs(*_names("q_proj", "k_proj"))
-        self.point_logits = self.input or frames or needs(*_names("q_pts", "k_pts"), "head_weights")
-        self.bias = needs("pair", *_names("pair_bias"))
+        self.scalar_logits = self.input or needs(*_Q_PROJ, *_K_PROJ)
+        self.point_logits = self.input or frames or needs(*_Q_PTS, *_K_PTS, "head_weights")
+        self.bias = needs("pair", "pair_bias_weight", "pair_bias_bias")
         self.logits = self.scalar_logits or self.point_logits or self.bias
-        self.scalar_values = self.input or needs(*_names("v_proj"))
-        self.point_values = self.input or frames or needs(*_names("v_pts"))
+        self.scalar_values = self.input or needs(*_V_PROJ)
+        self.point_values = self.input or frames or needs(*_V_PTS)
         self.values = self.scalar_values or self.point_values
         self.pair_values = needs("pair_value") or (needs("pair") and a.pair_value is a.pair)
-
-
-def _names(*linears: str) -> list[str]:
-    return [f"{linear}_{kind}" for linear in linears for kind in ("weight", "bias")]
 
 
 class _FeatureGradients:
@@ -238,7 +238,9 @@ def backward(grad: Tensor, *args: object) -> list[Tensor]:
             gradients.add("out_proj_weight", _compose.matmul(grad.t(), features, math_))
     if gradients.needs("head_weights"):
         by_head = (a.q_features * q_moments).unflatten(0, (a.batch, a.heads)).sum(dim=(0, 2, 3))
-        by_head *= torch.sigmoid(given.head_weights.to(g)) * given.point_scale
+        by_head *= torch.sigmoid(given.head_weights.to(g))
+        if given.point_scale != 1.0:
+            by_head *= given.point_scale
         gradients.add("head_weights", by_head)
     d_v, d_v_points = d_values.split([a.width // a.heads, 3 * a.value_points], dim=-1)
     d_outputs: list[Tensor | None] = [None] * 6
@@ -285,15 +287,15 @@ def _through_inputs(
 ) -> None:
     """The six projections, whose results' gradients are given, and the LayerNorm."""
     d_x = torch.zeros_like(a.x) if through else None
-    for name, d_output in zip(_PROJECTIONS, d_outputs, strict=True):
+    for (weight, bias), d_output in zip(_PROJECTIONS, d_outputs, strict=True):
         if d_output is None:
             continue
         if d_x is not None:
-            d_x += _compose.matmul(d_output, getattr(given, f"{name}_weight"), a.math)
-        if gradients.needs(f"{name}_weight"):
-            gradients.add(f"{name}_weight", _compose.matmul(d_output.t(), a.x, a.math))
-        if gradients.needs(f"{name}_bias"):
-            gradients.add(f"{name}_bias", d_output.sum(dim=0))
+            d_x += _compose.matmul(d_output, getattr(given, weight), a.math)
+        if gradients.needs(weight):
+            gradients.add(weight, _compose.matmul(d_output.t(), a.x, a.math))
+        if gradients.needs(bias):
+            gradients.add(bias, d_output.sum(dim=0))
     if d_x is None:
         return
     if a.mean is None or a.rstd is None:  # no LayerNorm
