@@ -43,29 +43,6 @@ struct SmallAttendShared {
   float attended[queries][most];             // with the gate; heads as the model has them
 };
 
-// By its bits: also what is tiny is not zero.
-__device__ inline bool is_present(const Mask& mask, std::int64_t at) {
-  switch (mask.type) {
-    case MaskType::kUInt8:
-    case MaskType::kInt8:
-      return __ldg(static_cast<const unsigned char*>(mask.data) + at) != 0;
-    case MaskType::kInt16:
-      return __ldg(static_cast<const unsigned short*>(mask.data) + at) != 0;
-    case MaskType::kFloat16:
-    case MaskType::kBFloat16:
-      return (__ldg(static_cast<const unsigned short*>(mask.data) + at) & 0x7fff) != 0;
-    case MaskType::kInt32:
-      return __ldg(static_cast<const unsigned*>(mask.data) + at) != 0;
-    case MaskType::kFloat32:
-      return __ldg(static_cast<const unsigned*>(mask.data) + at) << 1 != 0;
-    case MaskType::kInt64:
-      return __ldg(static_cast<const unsigned long long*>(mask.data) + at) != 0;
-    case MaskType::kFloat64:
-      return __ldg(static_cast<const unsigned long long*>(mask.data) + at) << 1 != 0;
-  }
-  return true;
-}
-
 // A lane has key `lane` and those 32, 64, ... further, `key_lines` in all. Of a row's queries a
 // block has `queries`.
 template <int most, int key_lines, int queries, bool plain>
@@ -106,10 +83,11 @@ struct SmallAttend {
     for (int t = 0; t < key_lines; ++t) {
       const int key = lane() + 32 * t;
       if (key >= p.n) continue;
-      const bool there = p.mask.data == nullptr ||
-                         is_present(p.mask, group * p.mask.group_stride +
-                                                p.rows.rest(row, group) * p.mask.row_stride +
-                                                key * p.mask.position_stride);
+      const bool there =
+          p.mask.data == nullptr ||
+          is_present(p.mask.data, p.mask.type,
+                     group * p.mask.group_stride + p.rows.rest(row, group) * p.mask.row_stride +
+                         key * p.mask.position_stride);
       if (there) own |= 1u << t;
     }
     any = __any_sync(kWholeWarp, own != 0);

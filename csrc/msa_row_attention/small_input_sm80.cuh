@@ -24,64 +24,6 @@ constexpr int kSmallPairs = 32;      // of a block of the bias
 template <int most, bool plain>
 constexpr bool kSmallEarly = plain && most <= 64;
 
-// Four lanes whose numbers differ in bits `first` and `second` have parts of four sums; afterwards
-// the lane with bits (b, c) has the whole sum b + 2 * c.
-template <int first, int second>
-__device__ __forceinline__ float fold_four(const float (&sum)[4], int lane) {
-  const bool odd = lane & first, high = lane & second;
-  const float low_pair =
-      (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kWholeWarp, odd ? sum[0] : sum[1], first);
-  const float high_pair =
-      (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kWholeWarp, odd ? sum[2] : sum[3], first);
-  return (high ? high_pair : low_pair) +
-         __shfl_xor_sync(kWholeWarp, high ? low_pair : high_pair, second);
-}
-
-// Keeps the compiler from putting reads off until others have come.
-template <int fours>
-__device__ __forceinline__ void read_now(uint4 (&raw)[fours]) {
-#pragma unroll
-  for (int i = 0; i < fours; ++i) {
-    raw[i].x = static_cast<unsigned>(sm80::opaque(static_cast<int>(raw[i].x)));
-  }
-}
-
-// A line of up to `most` weights, a quarter of it: every fourth four. The lanes of a warp have
-// eight lines (lane % 8): so those that read the same numbers of x are neighbours.
-template <int most, bool plain>
-struct WeightPart {
-  static constexpr int kFours = most / 16;
-
-  float4 number[kFours];
-
-  __device__ __forceinline__ void load(const Source& weight, int line, int count, int length,
-                                       int part) {
-    uint4 raw[kFours];
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      const int column = 4 * (part + 4 * i);
-      raw[i] = load_four<plain>(weight, line * length + column, count - column);
-    }
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) number[i] = converted<plain>(raw[i], weight.type);
-  }
-
-  // Products with four lines in shared memory that are `pitch` apart, whose sums four lanes share.
-  template <int pitch>
-  __device__ __forceinline__ void multiply(float (&sum)[4], const float* x, int length, int part) {
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      if (most > 64 && 16 * i >= length) break;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float4 v = *reinterpret_cast<const float4*>(x + r * pitch + 4 * (part + 4 * i));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[r] = fmaf(element(v, e), element(number[i], e), sum[r]);
-      }
-    }
-  }
-};
-
 struct SmallInputParams {
   int positions = 0;
   int tiles = 0;       // of kSmallPositions positions

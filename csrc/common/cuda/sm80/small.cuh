@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kernels for small problems, whose time is latency, are made of: reading tensors of any type,
-// all at once and as early as possible, and LayerNorm of lines in registers.
+// all at once and as early as possible, LayerNorm of lines in registers, products with lines of
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -84,8 +85,8 @@ __device__ __forceinline__ float4 converted(const uint4& raw, DType type) {
 }
 
 // One number, or 0 of a tensor that is missing.
-template <bool plain>
-__device__ __forceinline__ float load_one(const Source& from, int index) {
+template <bool plain, class Index>
+__device__ __forceinline__ float load_one(const Source& from, Index index) {
   if (from.data == nullptr) return 0.0f;
   if (plain || from.type == DType::kFloat32) {
     return __ldg(static_cast<const float*>(from.data) + index);
@@ -103,6 +104,29 @@ __device__ __forceinline__ void store_one(void* to, DType type, std::int64_t ind
         type == DType::kBFloat16 ? sm80::pack_bf16(value, 0.0f) : sm80::pack_f16(value, 0.0f);
     static_cast<std::uint16_t*>(to)[index] = static_cast<std::uint16_t>(packed);
   }
+}
+
+// Whether a mask has a number there that is not zero, by its bits: what is tiny is not zero either.
+__device__ inline bool is_present(const void* mask, MaskType type, std::int64_t at) {
+  switch (type) {
+    case MaskType::kUInt8:
+    case MaskType::kInt8:
+      return __ldg(static_cast<const unsigned char*>(mask) + at) != 0;
+    case MaskType::kInt16:
+      return __ldg(static_cast<const unsigned short*>(mask) + at) != 0;
+    case MaskType::kFloat16:
+    case MaskType::kBFloat16:
+      return (__ldg(static_cast<const unsigned short*>(mask) + at) & 0x7fff) != 0;
+    case MaskType::kInt32:
+      return __ldg(static_cast<const unsigned*>(mask) + at) != 0;
+    case MaskType::kFloat32:
+      return __ldg(static_cast<const unsigned*>(mask) + at) << 1 != 0;
+    case MaskType::kInt64:
+      return __ldg(static_cast<const unsigned long long*>(mask) + at) != 0;
+    case MaskType::kFloat64:
+      return __ldg(static_cast<const unsigned long long*>(mask) + at) << 1 != 0;
+  }
+  return true;
 }
 
 // LayerNorm --------------------------------------------------------------------------------------
@@ -221,6 +245,66 @@ struct Line {
 __device__ __forceinline__ float sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));  // 0 of a large -x, where the divisor is infinite
 }
+
+// Lines of weights in registers ------------------------------------------------------------------
+
+// Four lanes whose numbers differ in bits `first` and `second` have parts of four sums; afterwards
+// the lane with bits (b, c) has the whole sum b + 2 * c.
+template <int first, int second>
+__device__ __forceinline__ float fold_four(const float (&sum)[4], int lane) {
+  const bool odd = lane & first, high = lane & second;
+  const float low_pair =
+      (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kWholeWarp, odd ? sum[0] : sum[1], first);
+  const float high_pair =
+      (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kWholeWarp, odd ? sum[2] : sum[3], first);
+  return (high ? high_pair : low_pair) +
+         __shfl_xor_sync(kWholeWarp, high ? low_pair : high_pair, second);
+}
+
+// Keeps the compiler from putting reads off until others have come.
+template <int fours>
+__device__ __forceinline__ void read_now(uint4 (&raw)[fours]) {
+#pragma unroll
+  for (int i = 0; i < fours; ++i) {
+    raw[i].x = static_cast<unsigned>(sm80::opaque(static_cast<int>(raw[i].x)));
+  }
+}
+
+// A line of up to `most` weights, a quarter of it: every fourth four. The lanes of a warp have
+// eight lines (lane % 8): so those that read the same numbers of x are neighbours.
+template <int most, bool plain>
+struct WeightPart {
+  static constexpr int kFours = most / 16;
+
+  float4 number[kFours];
+
+  __device__ __forceinline__ void load(const Source& weight, int line, int count, int length,
+                                       int part) {
+    uint4 raw[kFours];
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const int column = 4 * (part + 4 * i);
+      raw[i] = load_four<plain>(weight, line * length + column, count - column);
+    }
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) number[i] = converted<plain>(raw[i], weight.type);
+  }
+
+  // Products with four lines in shared memory that are `pitch` apart, whose sums four lanes share.
+  template <int pitch>
+  __device__ __forceinline__ void multiply(float (&sum)[4], const float* x, int length, int part) {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      if (most > 64 && 16 * i >= length) break;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float4 v = *reinterpret_cast<const float4*>(x + r * pitch + 4 * (part + 4 * i));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[r] = fmaf(element(v, e), element(number[i], e), sum[r]);
+      }
+    }
+  }
+};
 
 // For launchers ----------------------------------------------------------------------------------
 
