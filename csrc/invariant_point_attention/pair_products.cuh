@@ -60,6 +60,8 @@ struct PairOperands {
     const std::uint32_t first[4] = {row.x, row.y, row.z, row.w};
     const std::uint32_t second[4] = {row_8.x, row_8.y, row_8.z, row_8.w};
     const std::uint32_t other[4] = {column.x, column.y, column.z, column.w};
+    // The tensor cores cut sums off. Of fp32 numbers those of a piece are added by rounding.
+    [[maybe_unused]] float of_piece[4] = {};
 #pragma unroll
     for (int s = 0; s < 4; s += 2) {
       std::uint32_t a[4] = {first[s], second[s], first[s + 1], second[s + 1]};
@@ -82,10 +84,14 @@ struct PairOperands {
         for (int i = 0; i < 4; ++i) split(__uint_as_float(a[i]), a[i], a_low[i]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) split(__uint_as_float(b[i]), b[i], b_low[i]);
-        sm80::mma_tf32(sum, a_low, b);  // the small terms first
-        sm80::mma_tf32(sum, a, b_low);
-        sm80::mma_tf32(sum, a, b);
+        sm80::mma_tf32(of_piece, a_low, b);  // the small terms first
+        sm80::mma_tf32(of_piece, a, b_low);
+        sm80::mma_tf32(of_piece, a, b);
       }
+    }
+    if constexpr (mode == Mode::kSplit) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] += of_piece[e];
     }
   }
 };
