@@ -17,7 +17,7 @@ void launch_logits(const LogitsProblem& problem, CUstream_st* stream) {
   params.problem = problem;
   params.query_tiles = ceil_div(problem.block.rows, kTileQueries);
   params.key_tiles = ceil_div(s.n, kTileKeys);
-  params.whole = whole_lines(problem.pair, s.pair_channels);
+  params.whole = whole_lines(problem.pair, s, s.pair_channels);
   params.whole_weights = s.pair_channels % 8 == 0 &&
                          reinterpret_cast<std::uintptr_t>(problem.bias.weight.data) % 16 == 0;
   const std::int64_t blocks = s.batch * params.query_tiles * params.key_tiles;

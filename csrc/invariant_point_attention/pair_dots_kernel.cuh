@@ -75,7 +75,7 @@ void launch_pair_dots(const PairDotsProblem& problem, CUstream_st* stream) {
   PairDotsParams params;
   params.problem = problem;
   params.key_tiles = ceil_div(s.n, kDotKeys);
-  params.whole = whole_lines(problem.pair, s.value_channels);
+  params.whole = whole_lines(problem.pair, s, s.value_channels);
   params.whole_weights = s.value_channels % 8 == 0 && s.pair_values_at() % 8 == 0 &&
                          reinterpret_cast<std::uintptr_t>(problem.d_features) % 16 == 0;
   const std::int64_t blocks = s.batch * problem.block.rows * params.key_tiles;

@@ -152,12 +152,14 @@ __device__ __forceinline__ void multiply_pairs(const PairTable& table, const Sto
   }
 }
 
-// Whether all lines begin where pieces of eight numbers may, and end with one.
-inline bool whole_lines(const Pairs& pair, int channels) {
-  const std::int64_t size = bytes_of(pair.type);
-  const std::int64_t steps = (pair.batch_stride | pair.i_stride | pair.j_stride) * size;
+// Whether all lines begin where pieces of eight numbers may, and end with one. Steps along axes of
+// length 1 are never made.
+inline bool whole_lines(const Pairs& pair, const Sizes& sizes, int channels) {
+  std::int64_t steps = 0;
+  if (sizes.batch > 1) steps |= pair.batch_stride;
+  if (sizes.n > 1) steps |= pair.i_stride | pair.j_stride;
   const auto address = reinterpret_cast<std::uintptr_t>(pair.data);
-  return channels % 8 == 0 && steps % 16 == 0 && address % 16 == 0;
+  return channels % 8 == 0 && steps * bytes_of(pair.type) % 16 == 0 && address % 16 == 0;
 }
 
 }  // namespace fused_ops::invariant_point_attention
