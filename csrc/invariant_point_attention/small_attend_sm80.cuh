@@ -279,7 +279,7 @@ struct SmallAttend {
   // A thread has a column of the values, for all queries. Nothing comes from a batch element
   // without keys, NaN neither.
   __device__ __forceinline__ void gather_values() {
-    constexpr int kTogether = key_lines == 1 ? 32 : 16;  // keys
+    constexpr int kTogether = key_lines == 1 ? 32 : plain ? 16 : 8;  // keys
 #pragma unroll 1
     for (int column = thread; column < p.value_line; column += kSmallThreads) {
       const bool is_point = column >= p.width;
@@ -330,7 +330,7 @@ struct SmallAttend {
       const int channel = group * 16 + lane() % 4 * 4;
       const std::int64_t line = batch * p.pair_batch_stride + query_at(q) * p.i_stride + channel;
       float sum[4][4] = {};  // channel, head
-#pragma unroll 4
+#pragma unroll(plain ? 4 : 2)
       for (int key = lane() / 4; key < p.n; key += 8) {
         float4 z = converted<plain>(
             load_four<plain>(p.pair_values, line + key * p.j_stride, p.value_channels - channel),
