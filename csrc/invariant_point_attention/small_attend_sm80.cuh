@@ -46,9 +46,6 @@ struct SmallAttendParams {
 // from those of the next one.
 constexpr int kHeadGap = 4;
 
-// Features whose weights a lane has at a time: a quarter of them.
-constexpr int kFeatureChunk = 192;
-
 template <int key_lines, int queries, int features>
 struct SmallAttendShared {
   static constexpr int kLogits = key_lines == 1 ? 32 * kSmallMostHeads : kSmallMostLogits;
@@ -65,6 +62,8 @@ struct SmallAttendShared {
 template <int key_lines, int queries, int most_features, bool plain>
 struct SmallAttend {
   using Shared = SmallAttendShared<key_lines, queries, most_features>;
+  // Features whose weights a lane has at a time, a quarter of them: as registers allow.
+  static constexpr int kFeatureChunk = plain || key_lines == 1 ? 192 : 96;
   static_assert(most_features % kFeatureChunk == 0 && queries % 4 == 0);
   static constexpr int kWarps = kSmallThreads / 32;
   static constexpr int kOwn = 2;                         // queries of a warp, in one head
@@ -279,7 +278,7 @@ struct SmallAttend {
   // A thread has a column of the values, for all queries. Nothing comes from a batch element
   // without keys, NaN neither.
   __device__ __forceinline__ void gather_values() {
-    constexpr int kTogether = key_lines == 1 ? 32 : plain ? 16 : 8;  // keys
+    constexpr int kTogether = key_lines == 1 ? 32 : 16;  // keys
 #pragma unroll 1
     for (int column = thread; column < p.value_line; column += kSmallThreads) {
       const bool is_point = column >= p.width;
@@ -330,7 +329,7 @@ struct SmallAttend {
       const int channel = group * 16 + lane() % 4 * 4;
       const std::int64_t line = batch * p.pair_batch_stride + query_at(q) * p.i_stride + channel;
       float sum[4][4] = {};  // channel, head
-#pragma unroll(plain ? 4 : 2)
+#pragma unroll 4
       for (int key = lane() / 4; key < p.n; key += 8) {
         float4 z = converted<plain>(
             load_four<plain>(p.pair_values, line + key * p.j_stride, p.value_channels - channel),
