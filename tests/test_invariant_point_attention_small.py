@@ -216,6 +216,7 @@ def test_without_keys_there_is_the_bias_alone():
     mask = holes(2, 7)
     mask[1] = False
     given["translations"][1, 3] = torch.nan
+    given["node"][1, 2] = torch.nan
     ours = run(given, made, sizes, mask, norms=True)
     assert torch.equal(ours[1], made["out_bias"].expand(7, 16))
     assert ours[0].isfinite().all()
