@@ -46,9 +46,6 @@ struct SmallAttendParams {
 // from those of the next one.
 constexpr int kHeadGap = 4;
 
-// Features whose weights a lane has at a time: a quarter of them.
-constexpr int kFeatureChunk = 192;
-
 template <int key_lines, int queries, int features>
 struct SmallAttendShared {
   static constexpr int kLogits = key_lines == 1 ? 32 * kSmallMostHeads : kSmallMostLogits;
@@ -65,6 +62,8 @@ struct SmallAttendShared {
 template <int key_lines, int queries, int most_features, bool plain>
 struct SmallAttend {
   using Shared = SmallAttendShared<key_lines, queries, most_features>;
+  // Features whose weights a lane has at a time, a quarter of them: as registers allow.
+  static constexpr int kFeatureChunk = plain || key_lines == 1 ? 192 : 96;
   static_assert(most_features % kFeatureChunk == 0 && queries % 4 == 0);
   static constexpr int kWarps = kSmallThreads / 32;
   static constexpr int kOwn = 2;                         // queries of a warp, in one head
