@@ -170,7 +170,7 @@ struct ValuesKernel {
 };
 
 template <class Product, int columns, int all_columns>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, all_columns > columns ? 3 : 4)
     values_kernel(const __grid_constant__ ValuesParams params) {
   ValuesKernel<Product, columns, all_columns>::run(params);
 }
