@@ -19,9 +19,6 @@ struct Gather {
   static constexpr int kColumns = Product::kType == DType::kFloat32 ? 64 : 128;
   using Sum = WeightedSums<Product, kColumns, kColumns, aligned>;
 
-  // Small weights would be subnormal numbers of fp16. The division by their sum undoes it.
-  static constexpr float kShift = Product::kType == DType::kFloat16 ? 12.0f : 0.0f;
-
   // The chunks of a query are neighbours: they share its logits.
   static __device__ __forceinline__ void run(const GatherParams& params) {
     const GatherProblem& problem = params.problem;
@@ -34,7 +31,8 @@ struct Gather {
     auto& shared = shared_memory<typename Sum::Shared>();
     if (thread < kRows) {
       const std::int64_t line = (batch * sizes.heads + thread) * sizes.n + residue;
-      shared.shifts[thread] = thread < sizes.heads ? problem.log_sums[line] - kShift : 0.0f;
+      shared.shifts[thread] =
+          thread < sizes.heads ? problem.log_sums[line] - Product::kShift : 0.0f;
     }
     __syncthreads();
     const auto logits = [&](int head) -> const float* {

@@ -104,7 +104,7 @@ struct ValuesKernel {
       for (int distance = 16; distance > 0; distance /= 2) {
         largest = sm80::max_nan(largest, __shfl_xor_sync(0xffffffff, largest, distance));
       }
-      if (thread % 32 == 0) shared.shifts[row] = line ? largest : 0.0f;
+      if (thread % 32 == 0) shared.shifts[row] = line ? largest - Product::kShift : 0.0f;
     }
     __syncthreads();
   }
@@ -169,8 +169,11 @@ struct ValuesKernel {
   }
 };
 
+// Four blocks of fp32 products on a multiprocessor would spill.
 template <class Product, int columns, int all_columns>
-__global__ void __launch_bounds__(kThreads, all_columns > columns ? 3 : 4)
+__global__ void __launch_bounds__(kThreads,
+                                  Product::kType == DType::kFloat32 || all_columns > columns ? 3
+                                                                                             : 4)
     values_kernel(const __grid_constant__ ValuesParams params) {
   ValuesKernel<Product, columns, all_columns>::run(params);
 }

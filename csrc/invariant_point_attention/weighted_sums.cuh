@@ -35,6 +35,9 @@ struct Product16 {
   using Number = std::uint16_t;
   static constexpr int kPadding = 8;  // of lines: an odd number of 16 bytes
   static constexpr bool kExactPoints = false;
+  // Weights are so many powers of two larger, else small ones would be subnormal numbers of fp16.
+  // The division by their sum undoes it.
+  static constexpr float kShift = type == DType::kFloat16 ? 12.0f : 0.0f;
 
   template <int columns, int tiles>
   static __device__ __forceinline__ void multiply(float (&total)[tiles][4], Sums (&sums)[2],
@@ -75,6 +78,7 @@ struct Product32 {
   using Number = float;
   static constexpr int kPadding = 4;  // two lines are then 8 banks apart
   static constexpr bool kExactPoints = true;
+  static constexpr float kShift = 0.0f;
 
   // The nearest number of TF32, or one as good; NaN stays NaN.
   static __device__ __forceinline__ std::uint32_t high(float x) {
