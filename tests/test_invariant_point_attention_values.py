@@ -124,7 +124,7 @@ class Case:
         shift = self.translations.double() - self.centres[:, None, :3].double()
         gathered = points - shift[:, block, None, None]
         rotations = self.rotations.double().expand(self.batch, -1, -1, -1)[:, block]
-        local = torch.einsum("bihpd,bidc->bihpc", gathered, rotations)
+        local = torch.einsum("bihpd,bicd->bihpc", gathered, rotations)
         norms = (local.square().sum(-1) + EPS).sqrt()
         for x in (gathered, local, norms):
             x[dead] = 0

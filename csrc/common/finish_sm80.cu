@@ -71,7 +71,8 @@ void finish_sm80(const FinishProblem& problem, CUstream_st* stream) {
   p.problem = problem;
   unsigned blocks = 0;
   for (int i = 0; i < problem.count; ++i) {
-    p.blocks[i] = static_cast<unsigned>(ceil_div(problem.summands[i].count, kFinishNumbers));
+    p.blocks[i] = static_cast<unsigned>(
+        ceil_div(problem.summands[i].count, finish_numbers(problem.summands[i].slabs)));
     blocks += p.blocks[i];
   }
   if (blocks == 0) return;

@@ -151,8 +151,7 @@ class PairGradient {
   }
 
   const Call& call_;
-  const MaybeTensor& grad_;
-  MaybeTensor sum_;
+  MaybeTensor grad_, sum_;
   std::int64_t elements_ = 0, element_size_ = 0;
   bool shared_ = false;
   DType type_ = DType::kFloat32;

@@ -15,8 +15,8 @@ inline void check_frame_sizes(const Sizes& sizes) {
   FO_CHECK_VALUE(sizes.dim >= 8 && sizes.dim <= kMostDim && sizes.dim % 8 == 0,
                  "invariant_point_attention: dim must be a multiple of 8 up to 256, got ",
                  sizes.dim);
-  FO_CHECK_VALUE(sizes.query_points >= 1 && sizes.query_points <= kMostPoints && sizes.value_points >= 1 &&
-                     sizes.value_points <= kMostPoints,
+  FO_CHECK_VALUE(sizes.query_points >= 1 && sizes.query_points <= kMostPoints &&
+                     sizes.value_points >= 1 && sizes.value_points <= kMostPoints,
                  "invariant_point_attention: points must be 1 to 16, got ", sizes.query_points,
                  " and ", sizes.value_points);
   FO_CHECK_VALUE(sizes.nodes() <= INT32_MAX / sizes.heads,

@@ -8,12 +8,11 @@
 
 #include "common/cuda/sm80/numbers.cuh"
 #include "common/cuda/sm80/stored.cuh"
-#include "invariant_point_attention/invariant_point_attention.h"
+#include "invariant_point_attention/config.h"
 
 namespace fused_ops::invariant_point_attention {
 
 constexpr int kPairThreads = 128;
-constexpr int kMostHeads = 16;
 constexpr int kOctets = kMostHeads / 8;
 constexpr int kTableSteps = 8;  // of four pieces, whose weights a block holds at a time
 constexpr int kLoadSteps = 4;   // that are asked for at once
@@ -105,12 +104,48 @@ struct PairTable {
   __device__ __forceinline__ void fill(const Stored& weights, std::int64_t first, int heads,
                                        int channels, int from, bool whole, int thread) {
     using Operands = PairOperands<mode>;
-    for (int i = thread; i < kTableSteps * kOctets * 32; i += kPairThreads) {
+    const int needed =
+        static_cast<int>(round_up(ceil_div(channels - from, Operands::kStep), kLoadSteps));
+    const int steps = min(kTableSteps, needed);  // those beyond the line are zeros
+    for (int i = thread; i < steps * kOctets * 32; i += kPairThreads) {
       const int head = i / 32 % kOctets * 8 + i % 32 / 4;
       const int channel = from + i / (32 * kOctets) * Operands::kStep + i % 4 * Operands::kNumbers;
       const int left = head < heads ? channels - channel : 0;
       const std::int64_t at = first + std::int64_t{head} * channels + channel;
       (&pieces[0][0][0])[i] = Operands::load(weights, at, left, whole);
+    }
+  }
+};
+
+// Pieces of two lines of a lane, asked for together. What lies beyond the line is zero.
+template <Mode mode>
+struct PairPieces {
+  uint4 line[kLoadSteps], line_8[kLoadSteps];
+
+  // Of lines that are whole and of the mode's type.
+  __device__ __forceinline__ void ask(const Stored& pair, std::int64_t at, std::int64_t at_8,
+                                      int channels, int from, int lane) {
+    using Operands = PairOperands<mode>;
+    const Stored same = {pair.data, Operands::kType};
+#pragma unroll
+    for (int s = 0; s < kLoadSteps; ++s) {
+      const int channel = from + s * Operands::kStep + lane % 4 * Operands::kNumbers;
+      line[s] = Operands::load(same, at + channel, channels - channel, true);
+      line_8[s] = Operands::load(same, at_8 + channel, channels - channel, true);
+    }
+  }
+
+  // sum += these times the table's steps from `first` on, of which there are `steps`.
+  __device__ __forceinline__ void multiply(const PairTable& table, int first, int steps,
+                                           bool second, int lane, float (&sum)[kOctets][4]) const {
+    using Operands = PairOperands<mode>;
+#pragma unroll
+    for (int s = 0; s < kLoadSteps; ++s) {
+      if (first + s >= steps) break;
+      Operands::multiply(sum[0], line[s], line_8[s], table.pieces[first + s][0][lane]);
+      if (second) {
+        Operands::multiply(sum[1], line[s], line_8[s], table.pieces[first + s][1][lane]);
+      }
     }
   }
 };

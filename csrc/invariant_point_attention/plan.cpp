@@ -146,12 +146,12 @@ std::int64_t number_of(const Query& query, const char* name) {
 Plan answer(const Query& query) {
   const auto& node = query.shape("node", 2);
   const auto& pair = query.shape("pair", 3);
+  if (!query.device) return composition("CPU tensors");
   ModelSizes model{};
   model.heads = query.shape("num_heads", 1)[0];
   model.width = model.heads * query.shape("head_dim", 1)[0];
   model.query_points = query.shape("num_query_points", 1)[0];
   model.value_points = query.shape("num_value_points", 1)[0];
-  if (!query.device) return composition("CPU tensors");
   model.batch = 1;
   for (std::size_t i = 0; i + 2 < node.size(); ++i) model.batch *= node[i];
   model.n = node[node.size() - 2];

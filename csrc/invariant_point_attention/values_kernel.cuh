@@ -145,7 +145,7 @@ struct ValuesKernel {
           for (int c = 0; c < 3; ++c) {
             local[c] +=
                 global[d] * load_number(frames.rotations.data, frames.rotations.type,
-                                        batch * frames.rotations_stride + r * 9 + d * 3 + c);
+                                        batch * frames.rotations_stride + r * 9 + c * 3 + d);
           }
         }
       }

@@ -114,10 +114,15 @@ __global__ void __launch_bounds__(kFinishThreads)
   p.sums[(part * kKinds + kind) * p.columns + to] = all;
 }
 
-constexpr int kFinishNumbers = 32;  // of a block
+// Of a block: where there are few slabs each thread has a number of its own.
+constexpr int kFewSlabs = 4;
+
+__host__ __device__ constexpr int finish_numbers(std::int64_t slabs) {
+  return slabs <= kFewSlabs ? kFinishThreads : 32;
+}
 
 struct FinishShared {
-  float sums[kFinishWarps][kFinishNumbers];
+  float sums[kFinishWarps][32];
 };
 
 struct FinishParams {
@@ -125,7 +130,8 @@ struct FinishParams {
   unsigned blocks[kSummands] = {};
 };
 
-// A block takes 32 numbers, a warp every kFinishWarps-th slab of them.
+// A block takes 32 numbers, a warp every kFinishWarps-th slab of them; or, of few slabs, a thread
+// all of them.
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ FinishParams params) {
   auto& shared = shared_memory<FinishShared>();
@@ -134,15 +140,20 @@ __global__ void __launch_bounds__(kFinishThreads)
   int i = 0;
   while (block >= params.blocks[i]) block -= params.blocks[i++];
   const Summand& s = params.problem.summands[i];
-  const std::int64_t at = std::int64_t{block} * kFinishNumbers + lane;
+  const bool few = s.slabs <= kFewSlabs;
+  const std::int64_t at = std::int64_t{block} * finish_numbers(s.slabs) + (few ? thread : lane);
   float sum = 0.0f;
   if (at < s.count) {
     const std::int64_t chunk = at / s.filled;
     const float* from = s.from + chunk * s.chunk + (at - chunk * s.filled);
 #pragma unroll 8  // loads under way together
-    for (std::int64_t slab = warp; slab < s.slabs; slab += kFinishWarps) {
+    for (std::int64_t slab = few ? 0 : warp; slab < s.slabs; slab += few ? 1 : kFinishWarps) {
       sum += from[slab * s.slab_stride];
     }
+  }
+  if (few) {
+    if (at < s.count) store_number(s.result.data, s.result.type, at, s.factor * sum);
+    return;
   }
   shared.sums[warp][lane] = sum;
   __syncthreads();
