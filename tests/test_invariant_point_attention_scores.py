@@ -305,3 +305,22 @@ def test_same_bits_every_time(mode):
         assert torch.equal(first[name], second[name]), name
     queries = [queries_backward(s, given, first["d_logits"], seed=seed) for seed in (0, 1)]
     assert torch.equal(*queries)
+
+
+@pytest.mark.parametrize("mode", [TF32, SPLIT])
+@pytest.mark.parametrize("n, first, rows", [(1, 0, 1), (2, 1, 1), (33, 0, 33), (77, 16, 40)])
+def test_settled_row_dots_make_sums_over_keys_zero(n, first, rows, mode):
+    torch.manual_seed(0)
+    s = Shape(mode, batch=2, n=n, heads=3, first_row=first, rows=rows)
+    given, _ = problem(s)
+    once = keys_backward(s, given)["d_logits"]
+    inputs = {"d_logits": once, "row_dots": given["row_dots"]}
+    settled = program(s).run("settle", inputs, **settings(s, FEW))["row_dots"].view(2, 3, n)
+    outside = torch.ones(n, dtype=torch.bool)
+    outside[s.block] = False
+    assert torch.equal(settled[..., outside], given["row_dots"][..., outside])
+    wanted = given["row_dots"][..., s.block].double() + once.double().sum(-1)
+    assert (settled[..., s.block].double() - wanted).abs().max() < 1e-5
+    again = keys_backward(s, given | {"row_dots": settled})["d_logits"]
+    assert again.double().sum(-1).abs().max() < 1e-5
+    assert once.double().sum(-1).abs().max() > 0.1

@@ -84,6 +84,18 @@ void keys_backward_fp32_sm80(const ScoresBackwardProblem& problem, CUstream_st* 
 void queries_backward_sm80(const ScoresBackwardProblem& problem, CUstream_st* stream);
 void queries_backward_fp32_sm80(const ScoresBackwardProblem& problem, CUstream_st* stream);
 
+// Row dots of the block's queries, again: plus the sum over keys of dS, which they would make zero
+// if they were exact. Those of output_backward are off by roundings of the forward, which at a
+// hundred Angstrom cost fp32 a digit. For fp32 modes, whose keys_backward then runs once more.
+struct SettleDotsProblem {
+  Sizes sizes;
+  Block block;
+  const float* d_logits = nullptr;  // (batch, heads, block.rows, pair_line)
+  float* row_dots = nullptr;        // (batch, heads, n)
+};
+
+void settle_dots_sm80(const SettleDotsProblem& problem, CUstream_st* stream);
+
 struct PairDotsProblem {
   Sizes sizes;
   Mode mode = Mode::kBFloat16;

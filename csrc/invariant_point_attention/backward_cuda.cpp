@@ -85,6 +85,9 @@ class Backward {
     d_keys_ = w.take(lines * moment_line(sizes_, mode) * 4);
     d_values_ = w.take(lines * d_value_line(sizes_) * 4);
     d_queries_ = w.take(lines * moment_line(sizes_, mode) * 4);
+    unused_ = w.take(call_.is_fp32() ? parts.batch * sizes_.n * sizes_.heads *
+                                           (moment_line(sizes_, mode) + d_value_line(sizes_)) * 4
+                                     : 0);
     d_projected_ = w.take(nodes * sizes_.projected() * size);
     d_normalised_ = w.take(call_.is_fp32() ? 0 : nodes * sizes_.channels * size);
     pair_parts_ = needs_bias() ? pair_sum_parts(sizes_) : 0;
@@ -189,10 +192,25 @@ class Backward {
     p.d_keys = g_.memory.at<float>(d_keys_) + lines * moment_line(part, mode);
     p.d_values = g_.memory.at<float>(d_values_) + lines * d_value_line(part);
     p.d_queries = g_.memory.at<float>(d_queries_) + lines * moment_line(part, mode);
+    if (fp32) settle(p);
     (fp32 ? keys_backward_fp32_sm80 : keys_backward_sm80)(p, stream_);
     if (needs_projected()) (fp32 ? queries_backward_fp32_sm80 : queries_backward_sm80)(p, stream_);
     if (g_.needs(kHeadWeights)) distances(part, block, lines);
     pairs(batch, part, block, features);
+  }
+
+  // Row dots that make the sums over keys of dS zero. The other results of this go nowhere.
+  void settle(ScoresBackwardProblem p) {
+    p.accumulate = false;
+    p.d_keys = g_.memory.at<float>(unused_);
+    p.d_values = p.d_keys + p.sizes.nodes() * p.sizes.heads * moment_line(p.sizes, p.mode);
+    keys_backward_fp32_sm80(p, stream_);
+    SettleDotsProblem settled;
+    settled.sizes = p.sizes;
+    settled.block = p.block;
+    settled.d_logits = static_cast<const float*>(p.d_logits);
+    settled.row_dots = const_cast<float*>(p.row_dots);
+    settle_dots_sm80(settled, stream_);
   }
 
   void distances(const Sizes& part, const Block& block, std::int64_t lines) {
@@ -392,7 +410,8 @@ class Backward {
   ColumnParts norm_sums_, bias_sums_, out_bias_sums_;
   PairGradient pair_grad_, value_grad_;
   std::int64_t d_features_, d_gathered_, row_dots_, pair_dots_, d_logits_, d_keys_, d_values_;
-  std::int64_t d_queries_, d_projected_, d_normalised_, pair_sums_, distance_sums_, statistics_;
+  std::int64_t unused_, d_queries_, d_projected_, d_normalised_, pair_sums_, distance_sums_,
+      statistics_;
   int pair_parts_ = 0, distance_parts_ = 0;
   bool pairs_begun_ = false, distances_begun_ = false;
 };

@@ -137,7 +137,7 @@ struct ValuesKernel {
           if (kType != DType::kFloat32) x += shared.totals[row][column + sizes.value_numbers()];
           const float t = load_number(frames.translations.data, frames.translations.type,
                                       batch * frames.translations_stride + r * 3 + d);
-          global[d] = x / sum - (t - centre.at[d]);
+          global[d] = fmaf(-sum, t - centre.at[d], x) / sum;
         }
 #pragma unroll
         for (int d = 0; d < 3; ++d) {

@@ -87,6 +87,10 @@ struct Product32 {
   static __device__ __forceinline__ std::uint32_t low(float x, std::uint32_t high) {
     return __float_as_uint(x - __uint_as_float(high));
   }
+  // What the tensor core cuts off of a number.
+  static __device__ __forceinline__ std::uint32_t rest(std::uint32_t x) {
+    return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & ~0x1fffu));
+  }
 
   // The inner axis is in another order than the tensor core's: keys 2t and 2t + 1 are its t and
   // t + 4. Sums of a step are added in fp32, for the tensor core cuts off what it adds.
@@ -101,9 +105,11 @@ struct Product32 {
       for (int e = 0; e < 4; ++e) {
         const float x = weights[e % 2][i * 2 + e / 2];
         a[i][e] = high(x);
-        a_low[i][e] = low(x, a[i][e]);
-        sums[e % 2].rounded += split ? x : __uint_as_float(a[i][e]);
-        sums[e % 2].exact += x;
+        a_low[i][e] = (low(x, a[i][e]) + 0x1000u) & ~0x1fffu;  // the nearest
+        // What is added up is what is multiplied: coordinates may be large.
+        const float used = __uint_as_float(a[i][e]) + __uint_as_float(a_low[i][e]);
+        sums[e % 2].rounded += split ? used : __uint_as_float(a[i][e]);
+        sums[e % 2].exact += used;
       }
     }
     constexpr int kPitch = columns + kPadding;
@@ -118,6 +124,10 @@ struct Product32 {
         const std::uint32_t b[2] = {high(x), high(y)};
         if (split || j * 8 >= split_from) {
           const std::uint32_t b_low[2] = {low(x, b[0]), low(y, b[1])};
+          if (j * 8 + 8 > split_from) {  // coordinates keep all their bits
+            const std::uint32_t b_rest[2] = {rest(b_low[0]), rest(b_low[1])};
+            sm80::mma_tf32(part, a[i], b_rest);
+          }
           sm80::mma_tf32(part, a_low[i], b);
           sm80::mma_tf32(part, a[i], b_low);
         }
