@@ -110,6 +110,9 @@ struct Call {
     FO_CHECK_VALUE(with.num_query_points >= 1 && with.num_value_points >= 1, kOp,
                    ": there must be a query point and a value point at least");
 
+    FO_CHECK_VALUE(!with.norm_eps || *with.norm_eps >= 0.0, kOp,
+                   ": norm_eps must be 0 or more, got ", *with.norm_eps);
+
     ModelSizes model{};
     model.batch = lead.batch;
     model.n = n;

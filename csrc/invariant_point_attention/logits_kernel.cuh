@@ -267,7 +267,7 @@ struct LogitsKernel {
 };
 
 template <Mode mode, int queries>
-__global__ void __launch_bounds__(kPairThreads, queries == 8 ? 4 : 3)
+__global__ void __launch_bounds__(kPairThreads, 4)
     logits_kernel(const __grid_constant__ LogitsParams params) {
   const std::int64_t index = blockIdx.x;
   const std::int64_t line = index / params.key_tiles;

@@ -34,9 +34,10 @@ void launch_logits(const LogitsProblem& problem, CUstream_st* stream) {
                          reinterpret_cast<std::uintptr_t>(problem.bias.weight.data) % 16 == 0;
   params.streams = params.whole && problem.pair.type == type_of(mode) &&
                    s.pair_channels <= PairOperands<mode>::kChunk;
-  // Large tiles where they fill the device.
+  // Large tiles where they come near to filling the device, which holds four for each
+  // multiprocessor.
   const std::int64_t large = s.batch * ceil_div(problem.block.rows, 16) * ceil_div(s.n, kTileKeys);
-  if (large >= std::int64_t{4} * multiprocessors()) {
+  if (large >= std::int64_t{3} * multiprocessors()) {
     launch_tiles<mode, 16>(params, stream);
   } else {
     launch_tiles<mode, 8>(params, stream);

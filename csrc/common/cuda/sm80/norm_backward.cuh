@@ -209,8 +209,10 @@ __device__ __forceinline__ void norm_backward_any(const NormBackwardParams& p, i
       static_cast<const unsigned char*>(p.source.data) + p.where.offset(row) * bytes_of(type);
   const unsigned char* grads =
       static_cast<const unsigned char*>(p.grad) + row * p.channels * bytes_of(grad_type);
+  // Rounded everywhere alike: what remains of it less its mean may be nothing.
   const auto gradient = [&](int c) {
-    return load_number(grads, grad_type, c) * load_number(p.weight.data, p.weight.type, c);
+    return __fmul_rn(load_number(grads, grad_type, c),
+                     load_number(p.weight.data, p.weight.type, c));
   };
   float mean = 0.0f, grad_mean = 0.0f;
   for (int c = lane; c < p.channels; c += 32) {
