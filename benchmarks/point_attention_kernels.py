@@ -45,7 +45,7 @@ class Shape(NamedTuple):
     backward: bool = False
 
 
-HEADLINE = {"c": 64, "z": 32, "H": 4, "d": 16}
+HEADLINE: dict[str, Any] = {"c": 64, "z": 32, "H": 4, "d": 16}
 SHAPES = [
     Shape("plain", FP32, 2, 32, **HEADLINE),
     *(Shape("plain", BF16, 1, n) for n in (256, 512, 1024)),
@@ -78,18 +78,13 @@ def alphafold(s: Shape) -> tuple[Callable[..., Tensor], list[Tensor], list[Tenso
     out = torch.randn(s.c, features, **options) / features**0.5
     out_bias = torch.zeros(s.c, **options)
     names = ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts")
+    named: dict[str, Any] = {f"{name}_bias": x for name, x in zip(names, biases, strict=True)}
+    named |= {"scalar_scale": (3 * s.d) ** -0.5, "point_scale": (13.5 * s.Pq) ** -0.5}
+    named |= {"bias_scale": 3**-0.5, "gathers_pair": True, "norm_eps": 1e-8}
+    fixed: list[Any] = [None, None, None, *weights, of_bias, heads, out, out_bias, s.H, s.Pq, s.Pv]
 
-    def call(node: Tensor, pair: Tensor, translations: Tensor, rotations: Tensor) -> Tensor:
-        return functional.invariant_point_attention(
-            *(node, pair, translations, rotations, None, None, None, *weights, of_bias, heads),
-            *(out, out_bias, s.H, s.Pq, s.Pv),
-            **{f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)},
-            scalar_scale=(3 * s.d) ** -0.5,
-            point_scale=(13.5 * s.Pq) ** -0.5,
-            bias_scale=3**-0.5,
-            gathers_pair=True,
-            norm_eps=1e-8,
-        )
+    def call(*tensors: Any) -> Tensor:
+        return functional.invariant_point_attention(*tensors, *fixed, **named)
 
     node, pair = (x.to("cuda", s.dtype) for x in inputs[:2])
     parameters = [*weights, *biases, of_bias, heads, out, out_bias]

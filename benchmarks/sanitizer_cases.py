@@ -17,6 +17,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,31 +252,13 @@ def run_points(
             if x is not None:
                 x.requires_grad_(torch.is_grad_enabled())
         many, (w_bias, w_heads, w_out) = given[5:17], given[17:]
-        result = functional.invariant_point_attention(
-            *given[:4],
-            mask.to(device),
-            None,
-            None,
-            *many[:6],
-            w_bias,
-            w_heads,
-            w_out,
-            None,
-            heads,
-            query_points,
-            value_points,
-            pair_value=given[4],
-            gathers_pair=gathers_pair,
-            **{
-                f"{name}_bias": bias
-                for name, bias in zip(
-                    ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts"), many[6:], strict=True
-                )
-            },
-            point_scale=0.3,
-            bias_scale=0.6,
-            norm_eps=1e-8,
-        )
+        names = ("q_proj", "k_proj", "v_proj", "q_pts", "k_pts", "v_pts")
+        named: dict[str, Any] = {"pair_value": given[4], "gathers_pair": gathers_pair}
+        named |= {f"{name}_bias": x for name, x in zip(names, many[6:], strict=True)}
+        named |= {"point_scale": 0.3, "bias_scale": 0.6, "norm_eps": 1e-8}
+        arguments: list[Any] = [*given[:4], mask.to(device), None, None, *many[:6], w_bias]
+        arguments += [w_heads, w_out, None, heads, query_points, value_points]
+        result = functional.invariant_point_attention(*arguments, **named)
         if not torch.is_grad_enabled():
             return [result]
         cotangent = torch.linspace(-1, 1, result.numel(), device=device).sin().view(result.shape)
