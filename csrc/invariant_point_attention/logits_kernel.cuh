@@ -7,16 +7,18 @@
 // are twice as many blocks.
 #pragma once
 
+#include <type_traits>
+
 #include "invariant_point_attention/pair_products.cuh"
 
 namespace fused_ops::invariant_point_attention {
 
 constexpr int kTileKeys = 32;
-// Lanes 4g + t touch (query 2t, key g), or (head 2t, key g): different banks.
+// Lanes 4g + t touch one number at (query 2t, key g), or two at (head g, key 2t): different banks.
 constexpr int kQueryPitch = kTileKeys + 4;
 
 constexpr int head_pitch(int queries) {
-  return queries * kQueryPitch + 4;
+  return queries * kQueryPitch + 8;
 }
 
 struct LogitsParams {
@@ -29,7 +31,7 @@ struct LogitsParams {
 template <int queries>
 struct LogitsShared {
   PairTable table;
-  float bias[kMostHeads * head_pitch(queries)];
+  alignas(8) float bias[kMostHeads * head_pitch(queries)];
   float constant[kMostHeads];  // the bias of the projection, as logits have it
   float distance[kMostHeads];  // what squared distances are multiplied with
 };
@@ -38,6 +40,7 @@ template <Mode mode, int queries>
 struct LogitsKernel {
   using Operands = PairOperands<mode>;
   using Shared = LogitsShared<queries>;
+  using Number = std::conditional_t<is_fp32(mode), float, std::uint16_t>;
   static constexpr int kHeadPitch = head_pitch(queries);
   static constexpr int kQueryTiles = queries / 8;
   static constexpr int kQueryUnits = queries / 4;  // queries of a warp, while it forms the bias
@@ -85,12 +88,13 @@ struct LogitsKernel {
            key_at(key_of(unit) + further) * pair.j_stride;
   }
 
-  __device__ __forceinline__ void keep(int unit, const float (&sum)[kOctets][4]) const {
-    float* to = shared().bias + query_of(unit) * kQueryPitch + key_of(unit);
+  __device__ __forceinline__ void keep(int unit, const PairSums& sum) const {
+    float* to = shared().bias + query_of(unit) * kQueryPitch + unit % 2 * 16 + 2 * t();
 #pragma unroll
-    for (int e = 0; e < 4 * kOctets; ++e) {
-      const int head = e / 4 * 8 + 2 * t() + e % 2;
-      to[head * kHeadPitch + e / 2 % 2 * 8] = sum[e / 4][e % 4];
+    for (int e = 0; e < 8; e += 2) {
+      const int head = g() + e % 4 / 2 * 8;
+      *reinterpret_cast<float2*>(to + head * kHeadPitch + e / 4 * 8) =
+          make_float2(sum[e / 4][e % 4], sum[e / 4][e % 4 + 1]);
     }
   }
 
@@ -102,6 +106,7 @@ struct LogitsKernel {
 
   // Lines that are whole and of the mode's type, whose weights fit the table: a stage, which is a
   // unit or a part of its channels, is asked for before the one before it is multiplied.
+  template <bool full>
   __device__ __forceinline__ void stream_bias() const {
     const LogitsProblem& p = params.problem;
     const int channels = p.sizes.pair_channels;
@@ -109,25 +114,24 @@ struct LogitsKernel {
     const int parts = (channels + kPart - 1) / kPart;
     const int steps = (channels + Operands::kStep - 1) / Operands::kStep;
     const Stored pair = {p.pair.data, p.pair.type};
-    const bool second = p.sizes.heads > 8;
     PairPieces<mode> here, next;
     int unit = 0, part = 0;
-    here.ask(pair, pair_at(0, 0), pair_at(0, 8), channels, 0, lane());
+    here.template ask<full>(pair, pair_at(0, 0), pair_at(0, 8), channels, 0, lane());
     fill(0);
     __syncthreads();
-    float sum[kOctets][4] = {};
+    PairSums sum = {};
     const auto take = [&](PairPieces<mode>& now, PairPieces<mode>& then) {
       const bool last = part + 1 == parts;
       const int next_unit = last ? unit + 1 : unit, next_part = last ? 0 : part + 1;
       if (next_unit < kUnits) {
-        then.ask(pair, pair_at(next_unit, 0), pair_at(next_unit, 8), channels, next_part * kPart,
-                 lane());
+        then.template ask<full>(pair, pair_at(next_unit, 0), pair_at(next_unit, 8), channels,
+                                next_part * kPart, lane());
       }
-      now.multiply(shared().table, part * kLoadSteps, steps, second, lane(), sum);
+      now.template multiply<full>(shared().table, part * kLoadSteps, steps, lane(), sum);
       if (last) {
         keep(unit, sum);
 #pragma unroll
-        for (int e = 0; e < 4 * kOctets; ++e) sum[e / 4][e % 4] = 0.0f;
+        for (int e = 0; e < 8; ++e) sum[e / 4][e % 4] = 0.0f;
       }
       unit = next_unit;
       part = next_part;
@@ -148,7 +152,7 @@ struct LogitsKernel {
     const bool once = channels <= Operands::kChunk;
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
-      float sum[kOctets][4] = {};
+      PairSums sum = {};
 #pragma unroll 1
       for (int from = 0; from < channels; from += Operands::kChunk) {
         if (!once || unit == 0) {
@@ -157,7 +161,7 @@ struct LogitsKernel {
           __syncthreads();
         }
         multiply_pairs<mode>(shared().table, pair, pair_at(unit, 0), pair_at(unit, 8), channels,
-                             from, params.whole, p.sizes.heads > 8, lane(), sum);
+                             from, params.whole, lane(), sum);
       }
       keep(unit, sum);
     }
@@ -167,73 +171,114 @@ struct LogitsKernel {
   // Of keys g and g + 8 of the half, and queries 2t and 2t + 1 of each tile of 8.
   using Results = float[kQueryTiles][4];
 
-  __device__ __forceinline__ void products(int head, int half, Results& sum) const {
+  // Where the lane's residues begin, in the batch element: lines of projected numbers, of keys g
+  // and g + 8 and of query g of each tile; and lines of points, which are counted in 32 bits.
+  struct Places {
+    const unsigned char* key_lines[2];
+    const unsigned char* query_lines[kQueryTiles];
+    unsigned key_points[2];
+    unsigned query_points[kQueryTiles][2];
+  };
+
+  __device__ __forceinline__ Places places(int half) const {
     const Sizes& s = params.problem.sizes;
-    const Stored projected = {params.problem.projected, Operands::kType};
-    const std::int64_t q = head * s.dim;
-    const std::int64_t k = q + s.width();
-    const std::int64_t first = (batch * s.n + key_at(half * 16 + g())) * s.projected() + k;
-    const std::int64_t second = (batch * s.n + key_at(half * 16 + g() + 8)) * s.projected() + k;
+    const auto* projected = static_cast<const unsigned char*>(params.problem.projected);
+    const auto begin = [&](std::int64_t residue, int column) {
+      return projected + ((batch * s.n + residue) * s.projected() + column) * sizeof(Number);
+    };
+    const auto line = static_cast<unsigned>(point_line(s));
+    Places at;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::int64_t residue = key_at(half * 16 + g() + 8 * e);
+      at.key_lines[e] = begin(residue, s.width() + t() * Operands::kNumbers);
+      at.key_points[e] = static_cast<unsigned>(residue) * line;
+    }
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+      at.query_lines[i] = begin(query_at(i * 8 + g()), t() * Operands::kNumbers);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        at.query_points[i][e] = static_cast<unsigned>(query_at(i * 8 + 2 * t() + e)) * line;
+      }
+    }
+    return at;
+  }
+
+  __device__ __forceinline__ void products(int head, const Places& at, Results& sum) const {
+    const int dim = params.problem.sizes.dim;
 #pragma unroll 1
-    for (int from = 0; from < s.dim; from += Operands::kStep) {
-      const int at = from + t() * Operands::kNumbers;
-      const uint4 a = Operands::load(projected, first + at, s.dim - at, true);
-      const uint4 a_8 = Operands::load(projected, second + at, s.dim - at, true);
+    for (int from = 0; from < dim; from += Operands::kStep) {
+      const int left = dim - from - t() * Operands::kNumbers;
+      const int column = (head * dim + from) * static_cast<int>(sizeof(Number));
+      const auto load = [&](const unsigned char* line) {
+        return left > 0 ? *reinterpret_cast<const uint4*>(line + column) : make_uint4(0, 0, 0, 0);
+      };
+      const uint4 a = load(at.key_lines[0]), a_8 = load(at.key_lines[1]);
 #pragma unroll
       for (int i = 0; i < kQueryTiles; ++i) {
-        const std::int64_t query = (batch * s.n + query_at(i * 8 + g())) * s.projected() + q;
-        const uint4 b = Operands::load(projected, query + at, s.dim - at, true);
-        Operands::multiply(sum[i], a, a_8, b);
+        Operands::multiply(sum[i], a, a_8, load(at.query_lines[i]));
       }
     }
   }
 
-  __device__ __forceinline__ void distances(int head, int half, Results& sum) const {
-    const Sizes& s = params.problem.sizes;
-    const int line = point_line(s);
-    const std::int64_t first = (batch * s.heads + head) * s.n;
-    const auto load = [line](const float* from, int at, float4(&fours)[kFours]) {
+  // Of so many numbers of the points; `full`: no line ends before.
+  template <bool full>
+  __device__ __forceinline__ void add_distances(const float* q, const float* k, int left,
+                                                const Places& at, Results& sum) const {
+    const auto load = [left](const float* from, float4(&fours)[kFours]) {
 #pragma unroll
       for (int i = 0; i < kFours; ++i) {
-        fours[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at + 4 * i < line) fours[i] = *reinterpret_cast<const float4*>(from + at + 4 * i);
+        fours[i] = full || 4 * i < left ? *reinterpret_cast<const float4*>(from + 4 * i)
+                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     };
-#pragma unroll 1
-    for (int from = 0; from < line; from += 4 * kFours) {
-      float4 keys[2][kFours];
+    float4 keys[2][kFours];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        load(params.problem.k_points + (first + key_at(half * 16 + g() + 8 * e)) * line, from,
-             keys[e]);
-      }
+    for (int e = 0; e < 2; ++e) load(k + at.key_points[e], keys[e]);
 #pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i) {
-        float4 fours[2][kFours];
+    for (int i = 0; i < kQueryTiles; ++i) {
+      float4 fours[2][kFours];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          load(params.problem.q_points + (first + query_at(i * 8 + 2 * t() + e)) * line, from,
-               fours[e]);
-        }
+      for (int e = 0; e < 2; ++e) load(q + at.query_points[i][e], fours[e]);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+      for (int e = 0; e < 4; ++e) {
 #pragma unroll
-          for (int f = 0; f < kFours; ++f) {
-            const float4& a = keys[e / 2][f];
-            const float4& b = fours[e % 2][f];
-            const float x = a.x - b.x, y = a.y - b.y, z = a.z - b.z, w = a.w - b.w;
-            sum[i][e] = fmaf(x, x, fmaf(y, y, fmaf(z, z, fmaf(w, w, sum[i][e]))));
-          }
+        for (int f = 0; f < kFours; ++f) {
+          const float4& a = keys[e / 2][f];
+          const float4& b = fours[e % 2][f];
+          const float x = a.x - b.x, y = a.y - b.y, z = a.z - b.z, w = a.w - b.w;
+          sum[i][e] = fmaf(x, x, fmaf(y, y, fmaf(z, z, fmaf(w, w, sum[i][e]))));
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void distances(int head, const Places& at, Results& sum) const {
+    const Sizes& s = params.problem.sizes;
+    const int line = point_line(s);
+    const std::int64_t first = (batch * s.heads + head) * s.n * line;
+    const float* q = params.problem.q_points + first;
+    const float* k = params.problem.k_points + first;
+    int from = 0;
+#pragma unroll 1
+    for (; from + 4 * kFours <= line; from += 4 * kFours) {
+      add_distances<true>(q + from, k + from, 0, at, sum);
+    }
+    if (from < line) add_distances<false>(q + from, k + from, line - from, at, sum);
   }
 
   __device__ __forceinline__ void run() const {
     const LogitsProblem& p = params.problem;
     const std::int64_t line = pair_line(p.sizes.n);
     constants();
-    params.streams ? stream_bias() : any_bias();
+    if (!params.streams) {
+      any_bias();
+    } else if (p.sizes.pair_channels % (kLoadSteps * Operands::kStep) == 0) {
+      stream_bias<true>();
+    } else {
+      stream_bias<false>();
+    }
     const int half = warp() % 2;
     bool there[2];
 #pragma unroll
@@ -244,11 +289,12 @@ struct LogitsKernel {
         there[e] = (p.present[batch * mask_words(p.sizes.n) + j / 64] >> (j % 64) & 1) != 0;
       }
     }
+    const Places at = places(half);
 #pragma unroll 1
     for (int head = warp() / 2; head < p.sizes.heads; head += 2) {
       Results product = {}, distance = {};
-      products(head, half, product);
-      distances(head, half, distance);
+      products(head, at, product);
+      distances(head, at, distance);
 #pragma unroll
       for (int r = 0; r < 4 * kQueryTiles; ++r) {
         const int e = r % 4, i = r / 4 * 8 + 2 * t() + e % 2;

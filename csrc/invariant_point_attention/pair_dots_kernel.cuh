@@ -39,11 +39,12 @@ __global__ void __launch_bounds__(kPairThreads, 4)
   const std::int64_t line = batch * p.pair.batch_stride + query * p.pair.i_stride;
 #pragma unroll 1
   for (int unit = 0; unit < kDotUnits; ++unit) {
-    const std::int64_t key = index % params.key_tiles * kDotKeys +
-                             (unit * (kPairThreads / 32) + thread / 32) * 16 + lane / 4;
+    const std::int64_t first_of_unit =
+        index % params.key_tiles * kDotKeys + (unit * (kPairThreads / 32) + thread / 32) * 16;
+    const std::int64_t key = first_of_unit + lane / 4;
     const std::int64_t key_first = key < s.n ? key : s.n - 1;
     const std::int64_t key_second = key + 8 < s.n ? key + 8 : s.n - 1;
-    float sum[kOctets][4] = {};
+    PairSums sum = {};
 #pragma unroll 1
     for (int from = 0; from < channels; from += Operands::kChunk) {
       if (unit == 0 || channels > Operands::kChunk) {
@@ -52,16 +53,18 @@ __global__ void __launch_bounds__(kPairThreads, 4)
         __syncthreads();
       }
       multiply_pairs<mode>(table, {p.pair.data, p.pair.type}, line + key_first * p.pair.j_stride,
-                           line + key_second * p.pair.j_stride, channels, from, params.whole,
-                           s.heads > 8, lane, sum);
+                           line + key_second * p.pair.j_stride, channels, from, params.whole, lane,
+                           sum);
     }
+    // pair_line() is even: two neighbouring keys are both in the line, or neither is.
 #pragma unroll
-    for (int e = 0; e < 4 * kOctets; ++e) {
-      const int head = e / 4 * 8 + lane % 4 * 2 + e % 2;
-      const std::int64_t j = key + e / 2 % 2 * 8;
+    for (int e = 0; e < 8; e += 2) {
+      const int head = lane / 4 + e % 4 / 2 * 8;
+      const std::int64_t j = first_of_unit + e / 4 * 8 + lane % 4 * 2;
       if (head >= s.heads || j >= length) continue;
       const std::int64_t to = (batch * s.heads + head) * p.block.rows + row;
-      p.pair_dots[to * length + j] = j < s.n ? sum[e / 4][e % 4] : 0.0f;
+      *reinterpret_cast<float2*>(p.pair_dots + to * length + j) = make_float2(
+          j < s.n ? sum[e / 4][e % 4] : 0.0f, j + 1 < s.n ? sum[e / 4][e % 4 + 1] : 0.0f);
     }
   }
 }

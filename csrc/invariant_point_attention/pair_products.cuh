@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of the pair tensor with a row of weights for each head. 16 pairs are the rows of an mma,
-// eight heads (an octet) its columns. The order of the inner axis is free: lane 4g + t takes the
-// 16-byte piece t of every four, of pairs g and g + 8 and of head g, in the order of its operands.
+// Products of the pair tensor with a row of weights for each head. Up to 16 heads are the rows of
+// an mma, eight pairs its columns. The order of the inner axis is free: lane 4g + t takes the
+// 16-byte piece t of every four, of pair g and of heads g and g + 8; so what it reads of a pair is
+// the right operand as it is, and weights lie in shared memory in the order of the left one.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,6 @@
 namespace fused_ops::invariant_point_attention {
 
 constexpr int kPairThreads = 128;
-constexpr int kOctets = kMostHeads / 8;
 constexpr int kTableSteps = 8;  // of four pieces, whose weights a block holds at a time
 constexpr int kLoadSteps = 4;   // that are asked for at once
 
@@ -53,6 +53,46 @@ struct PairOperands {
     low = __float_as_uint(x - __uint_as_float(high));
   }
 
+  // sum[0] += a * b, sum[1] += a * b_8: operands of one mma each.
+  static __device__ __forceinline__ void multiply_two(float (&sum)[2][4],
+                                                      const std::uint32_t (&a)[4],
+                                                      const std::uint32_t (&b)[2],
+                                                      const std::uint32_t (&b_8)[2]) {
+    if constexpr (mode == Mode::kBFloat16) {
+      sm80::mma_bf16(sum[0], a, b);
+      sm80::mma_bf16(sum[1], a, b_8);
+    } else if constexpr (mode == Mode::kFloat16) {
+      sm80::mma_f16(sum[0], a, b);
+      sm80::mma_f16(sum[1], a, b_8);
+    } else if constexpr (mode == Mode::kTf32) {
+      const std::uint32_t left[4] = {third(a[0]), third(a[1]), third(a[2]), third(a[3])};
+      const std::uint32_t right[2] = {third(b[0]), third(b[1])};
+      const std::uint32_t right_8[2] = {third(b_8[0]), third(b_8[1])};
+      sm80::mma_tf32(sum[0], left, right);
+      sm80::mma_tf32(sum[1], left, right_8);
+    } else {
+      std::uint32_t high[4], low[4], right[2][2], right_low[2][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(__uint_as_float(a[i]), high[i], low[i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        split(__uint_as_float(b[i]), right[0][i], right_low[0][i]);
+        split(__uint_as_float(b_8[i]), right[1][i], right_low[1][i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sm80::mma_tf32(sum[i], low, right[i]);  // the small terms first
+        sm80::mma_tf32(sum[i], high, right_low[i]);
+        sm80::mma_tf32(sum[i], high, right[i]);
+      }
+    }
+  }
+
+  // The tensor cores cut 13 bits off: a third of the last bit that stays is added before.
+  static __device__ __forceinline__ std::uint32_t third(std::uint32_t x) {
+    return __float_as_uint(__uint_as_float(x) * (1.0f + 1.0f / 3072.0f));
+  }
+
   // sum += a * b: pieces of rows g and g + 8, and of column g.
   static __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& row,
                                                   const uint4& row_8, const uint4& column) {
@@ -70,12 +110,10 @@ struct PairOperands {
       } else if constexpr (mode == Mode::kFloat16) {
         sm80::mma_f16(sum, a, b);
       } else if constexpr (mode == Mode::kTf32) {
-        // The tensor cores cut 13 bits off: a third of the last bit that stays is added before.
-        constexpr float kThird = 1.0f + 1.0f / 3072.0f;
 #pragma unroll
-        for (std::uint32_t& x : a) x = __float_as_uint(__uint_as_float(x) * kThird);
+        for (std::uint32_t& x : a) x = third(x);
 #pragma unroll
-        for (std::uint32_t& x : b) x = __float_as_uint(__uint_as_float(x) * kThird);
+        for (std::uint32_t& x : b) x = third(x);
         sm80::mma_tf32(sum, a, b);
       } else {
         std::uint32_t a_low[4], b_low[2];
@@ -95,24 +133,55 @@ struct PairOperands {
   }
 };
 
-// Weights of a chunk of channels in shared memory, in the order of operands.
+// Sums of the lane: of two eights of pairs, pairs 2t and 2t + 1 of head g, then of head g + 8.
+using PairSums = float[2][4];
+
+// Weights of a chunk of channels in shared memory: of a step two left operands.
 struct PairTable {
-  uint4 pieces[kTableSteps][kOctets][32];
+  uint4 operands[kTableSteps][2][32];
 
   // From `weights`, of which a head's line of `channels` begins at first + head * channels.
   template <Mode mode>
   __device__ __forceinline__ void fill(const Stored& weights, std::int64_t first, int heads,
                                        int channels, int from, bool whole, int thread) {
     using Operands = PairOperands<mode>;
-    const int needed =
-        static_cast<int>(round_up(ceil_div(channels - from, Operands::kStep), kLoadSteps));
-    const int steps = min(kTableSteps, needed);  // those beyond the line are zeros
-    for (int i = thread; i < steps * kOctets * 32; i += kPairThreads) {
-      const int head = i / 32 % kOctets * 8 + i % 32 / 4;
-      const int channel = from + i / (32 * kOctets) * Operands::kStep + i % 4 * Operands::kNumbers;
-      const int left = head < heads ? channels - channel : 0;
-      const std::int64_t at = first + std::int64_t{head} * channels + channel;
-      (&pieces[0][0][0])[i] = Operands::load(weights, at, left, whole);
+    const int needed = static_cast<int>(ceil_div(channels - from, Operands::kStep));
+    const int steps = min(kTableSteps, needed);
+    for (int i = thread; i < steps * 32; i += kPairThreads) {
+      const int channel = from + i / 32 * Operands::kStep + i % 4 * Operands::kNumbers;
+      uint4 of_heads[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int head = half * 8 + i % 32 / 4;
+        const int left = head < heads ? channels - channel : 0;
+        const std::int64_t at = first + std::int64_t{head} * channels + channel;
+        of_heads[half] = Operands::load(weights, at, left, whole);
+      }
+      const uint4 &low = of_heads[0], &high = of_heads[1];
+      operands[i / 32][0][i % 32] = make_uint4(low.x, high.x, low.y, high.y);
+      operands[i / 32][1][i % 32] = make_uint4(low.z, high.z, low.w, high.w);
+    }
+  }
+
+  // sum += a step of all heads times pieces of pairs g and g + 8.
+  template <Mode mode>
+  __device__ __forceinline__ void multiply(int step, int lane, const uint4& pair,
+                                           const uint4& pair_8, PairSums& sum) const {
+    using Operands = PairOperands<mode>;
+    // The tensor cores cut sums off. Of fp32 numbers those of a step are added by rounding.
+    [[maybe_unused]] PairSums of_step = {};
+    PairSums& to = mode == Mode::kSplit ? of_step : sum;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 four = operands[step][half][lane];
+      const std::uint32_t a[4] = {four.x, four.y, four.z, four.w};
+      const std::uint32_t b[2] = {half ? pair.z : pair.x, half ? pair.w : pair.y};
+      const std::uint32_t b_8[2] = {half ? pair_8.z : pair_8.x, half ? pair_8.w : pair_8.y};
+      Operands::multiply_two(to, a, b, b_8);
+    }
+    if constexpr (mode == Mode::kSplit) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e / 4][e % 4] += of_step[e / 4][e % 4];
     }
   }
 };
@@ -122,7 +191,8 @@ template <Mode mode>
 struct PairPieces {
   uint4 line[kLoadSteps], line_8[kLoadSteps];
 
-  // Of lines that are whole and of the mode's type.
+  // Of lines that are whole and of the mode's type. `full`: all steps are there.
+  template <bool full>
   __device__ __forceinline__ void ask(const Stored& pair, std::int64_t at, std::int64_t at_8,
                                       int channels, int from, int lane) {
     using Operands = PairOperands<mode>;
@@ -130,22 +200,20 @@ struct PairPieces {
 #pragma unroll
     for (int s = 0; s < kLoadSteps; ++s) {
       const int channel = from + s * Operands::kStep + lane % 4 * Operands::kNumbers;
-      line[s] = Operands::load(same, at + channel, channels - channel, true);
-      line_8[s] = Operands::load(same, at_8 + channel, channels - channel, true);
+      const int left = full ? Operands::kNumbers : channels - channel;
+      line[s] = Operands::load(same, at + channel, left, true);
+      line_8[s] = Operands::load(same, at_8 + channel, left, true);
     }
   }
 
   // sum += these times the table's steps from `first` on, of which there are `steps`.
-  __device__ __forceinline__ void multiply(const PairTable& table, int first, int steps,
-                                           bool second, int lane, float (&sum)[kOctets][4]) const {
-    using Operands = PairOperands<mode>;
+  template <bool full>
+  __device__ __forceinline__ void multiply(const PairTable& table, int first, int steps, int lane,
+                                           PairSums& sum) const {
 #pragma unroll
     for (int s = 0; s < kLoadSteps; ++s) {
-      if (first + s >= steps) break;
-      Operands::multiply(sum[0], line[s], line_8[s], table.pieces[first + s][0][lane]);
-      if (second) {
-        Operands::multiply(sum[1], line[s], line_8[s], table.pieces[first + s][1][lane]);
-      }
+      if (!full && first + s >= steps) break;
+      table.template multiply<mode>(first + s, lane, line[s], line_8[s], sum);
     }
   }
 };
@@ -154,35 +222,24 @@ struct PairPieces {
 template <Mode mode>
 __device__ __forceinline__ void multiply_pairs(const PairTable& table, const Stored& pair,
                                                std::int64_t line, std::int64_t line_8, int channels,
-                                               int from, bool whole, bool second, int lane,
-                                               float (&sum)[kOctets][4]) {
+                                               int from, bool whole, int lane, PairSums& sum) {
   using Operands = PairOperands<mode>;
+  const int steps = (channels - from + Operands::kStep - 1) / Operands::kStep;
 #pragma unroll 1
-  for (int first = 0; first < kTableSteps; first += kLoadSteps) {
-    if (from + first * Operands::kStep >= channels) break;
-    uint4 a[kLoadSteps], a_8[kLoadSteps];
-    const int channel = from + first * Operands::kStep + lane % 4 * Operands::kNumbers;
+  for (int first = 0; first < min(steps, kTableSteps); first += kLoadSteps) {
+    const int channel = from + first * Operands::kStep;
     if (whole && pair.type == Operands::kType) {
-#pragma unroll
-      for (int s = 0; s < kLoadSteps; ++s) {
-        const int at = channel + s * Operands::kStep;
-        a[s] = Operands::load({pair.data, Operands::kType}, line + at, channels - at, true);
-        a_8[s] = Operands::load({pair.data, Operands::kType}, line_8 + at, channels - at, true);
-      }
-#pragma unroll
-      for (int s = 0; s < kLoadSteps; ++s) {
-        Operands::multiply(sum[0], a[s], a_8[s], table.pieces[first + s][0][lane]);
-        if (second) Operands::multiply(sum[1], a[s], a_8[s], table.pieces[first + s][1][lane]);
-      }
-    } else {
+      PairPieces<mode> pieces;
+      pieces.template ask<false>(pair, line, line_8, channels, channel, lane);
+      pieces.template multiply<false>(table, first, steps, lane, sum);
+      continue;
+    }
 #pragma unroll 1
-      for (int s = 0; s < kLoadSteps; ++s) {
-        const int at = channel + s * Operands::kStep;
-        const uint4 x = Operands::load(pair, line + at, channels - at, whole);
-        const uint4 x_8 = Operands::load(pair, line_8 + at, channels - at, whole);
-        Operands::multiply(sum[0], x, x_8, table.pieces[first + s][0][lane]);
-        if (second) Operands::multiply(sum[1], x, x_8, table.pieces[first + s][1][lane]);
-      }
+    for (int s = 0; s < kLoadSteps && first + s < steps; ++s) {
+      const int at = channel + s * Operands::kStep + lane % 4 * Operands::kNumbers;
+      const uint4 x = Operands::load(pair, line + at, channels - at, whole);
+      const uint4 x_8 = Operands::load(pair, line_8 + at, channels - at, whole);
+      table.template multiply<mode>(first + s, lane, x, x_8, sum);
     }
   }
 }
