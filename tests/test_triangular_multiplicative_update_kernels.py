@@ -161,7 +161,8 @@ def test_pairs_and_gates_of_every_kind(place, gate_normalized, stored, channels)
         ours = evaluate(update, [pair, s.mask], s.cotangent)
     assert ours[0].dtype == torch.bfloat16
     exact = evaluate(in_double(update), [as_double(pair), s.mask.double()], s.cotangent.double())
-    assert_close(ours, exact, "bf16")
+    # Where a CPU has matrix units for bf16, results of products are rounded that elsewhere are not.
+    assert_close(ours, exact, "bf16", factor=6 if place == "cpu" else 4)
 
 
 # What the result must not depend on --------------------------------------------------------------
