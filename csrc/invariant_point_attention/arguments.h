@@ -52,8 +52,8 @@ inline void check_of_node(const Tensor& tensor, const char* name, const Tensor& 
                    device_text(tensor));
 }
 
-// Tensors as kernels walk them; where they cannot, a contiguous copy of all batch elements is put
-// into `kept`.
+// Tensors as kernels walk them; where they cannot, a contiguous copy is put into `kept`: of all
+// batch elements if one stride cannot walk those that there are.
 class Walker {
  public:
   Walker(const Lead& lead, std::vector<Tensor>* kept) : lead_(lead), kept_(kept) {}
@@ -108,12 +108,20 @@ class Walker {
 
  private:
   Tensor walk(const Tensor& tensor, int tail, bool fits, std::int64_t* batch_stride) const {
-    if (fits && merge_lead(tensor, lead_.sizes, tail, batch_stride)) return tensor;
-    std::vector<std::int64_t> sizes;
-    for (std::int64_t i = tail; i > 0; --i) sizes.push_back(tensor.size(-i));
-    kept_->push_back(copy_of(tensor, lead_.with(sizes)));
-    merge_lead(kept_->back(), lead_.sizes, tail, batch_stride);
-    return kept_->back();
+    Tensor walked = tensor;
+    if (!fits) {  // batch elements that share the tensor share its copy, too
+      const auto shape = tensor.sizes();
+      walked = copy_of(tensor, {shape.begin(), shape.end()});
+    }
+    if (!merge_lead(walked, lead_.sizes, tail, batch_stride)) {
+      std::vector<std::int64_t> sizes;
+      for (std::int64_t i = tail; i > 0; --i) sizes.push_back(tensor.size(-i));
+      walked = copy_of(tensor, lead_.with(sizes));
+      fits = false;
+      merge_lead(walked, lead_.sizes, tail, batch_stride);
+    }
+    if (!fits) kept_->push_back(walked);
+    return walked;
   }
 
   const Lead& lead_;
