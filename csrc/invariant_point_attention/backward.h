@@ -5,8 +5,8 @@
 // then for a block of queries at a time, whose logits and dS stay in the L2 cache,
 //   (logits)             as in the forward
 //   pair_dots            (pair values) what dP owes to them, from the pair-value tensor
-//   keys_backward        dS; sums over queries: gradients of keys and values. A block walks
-//   queries. queries_backward     sums over keys: gradients of queries. A block walks keys.
+//   keys_backward        dS; sums over queries, which a block walks: gradients of keys and values
+//   queries_backward     sums over keys, which a block walks: gradients of queries
 //   pair_backward        gradients of the pair tensor and of the bias projection
 //   distances_backward   (head weights) sums of dS times squared distances
 // and at the end

@@ -173,8 +173,9 @@ def invariant_point_attention(
     Notes
     -----
     No tensor of size N * N * num_heads times points or channels is made, forward or backward. What
-    is kept for the backward are the arguments. Working memory is a few blocks of attention
-    weights, and the gradients themselves.
+    is kept for the backward are the arguments, and by CUDA kernels what they have made of each
+    node: the projections, the features and the sums of the softmax. Working memory is a few blocks
+    of attention weights, and the gradients themselves.
 
     References
     ----------
