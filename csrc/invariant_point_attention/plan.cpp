@@ -119,9 +119,10 @@ Choice choose(const Problem& problem) {
   if (problem.backward) {
     kernel = "frames_sm80, output_backward_sm80, logits" + kind +
              (values ? "pair_dots" + kind : std::string()) + "keys_backward" + kind +
-             "queries_backward" + kind + "pair_backward" + kind +
-             "distances_backward_sm80, frames_backward_sm80, " + product;
-    choice.plan.launches = 10 + (values ? 6 : 5) * blocks;
+             (fp32 ? "settle_dots_sm80, " : "") + "queries_backward" + kind + "pair_backward" +
+             kind + "distances_backward_sm80, frames_backward_sm80, " + product;
+    // Of fp32 settle_dots, and keys_backward once more.
+    choice.plan.launches = 10 + ((values ? 6 : 5) + (fp32 ? 2 : 0)) * blocks;
   } else {
     kernel = "prepare_sm80, " + product + ", frames_sm80, logits" + kind + "values" + kind +
              (values ? "gather" + kind : std::string()) + product;
@@ -133,6 +134,10 @@ Choice choose(const Problem& problem) {
       4 + (problem.backward ? bytes_of(type_of(choice.mode)) + (values ? 4 : 0) : 0);
   choice.plan.workspace_bytes =
       pairs * of_pair + sizes.nodes() * bytes_of_node(sizes, choice.mode, problem.backward);
+  if (problem.backward && fp32) {  // what the first keys_backward gives beside dS
+    const int numbers = moment_line(sizes, choice.mode) + d_value_line(sizes);
+    choice.plan.workspace_bytes += choice.parts.batch * sizes.n * sizes.heads * numbers * 4;
+  }
   return choice;
 }
 
