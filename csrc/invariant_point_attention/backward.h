@@ -5,8 +5,9 @@
 // then for a block of queries at a time, whose logits and dS stay in the L2 cache,
 //   (logits)             as in the forward
 //   pair_dots            (pair values) what dP owes to them, from the pair-value tensor
-//   keys_backward        dS; sums over queries, which a block walks: gradients of keys and values
-//   queries_backward     sums over keys, which a block walks: gradients of queries
+//   keys_backward        dS; sums over queries: gradients of keys and values
+//   settle_dots          (fp32) row dots that make sums of dS over keys zero; keys_backward again
+//   queries_backward     sums over keys: gradients of queries
 //   pair_backward        gradients of the pair tensor and of the bias projection
 //   distances_backward   (head weights) sums of dS times squared distances
 // and at the end
@@ -135,7 +136,7 @@ struct PairBackwardProblem {
   bool add_sums = false;  // to those of an earlier block
 };
 
-// How many blocks of threads share the sums.
+// How many blocks of threads share the sums: as many as run at once in 16-bit modes, of fp32 too.
 int pair_sum_parts(const Sizes& sizes);
 
 void pair_backward_sm80(const PairBackwardProblem& problem, CUstream_st* stream);

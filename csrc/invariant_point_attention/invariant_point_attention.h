@@ -7,7 +7,7 @@
 //             weights side by side in one matrix
 //   (product) x * [q, k, v, query points, key points, value points]^T
 //   frames    points to the global frame, less the centre; the rows that values are gathered from
-// and, for a block of queries at a time, that its logits stay in the L2 cache,
+// and, for a block of queries at a time, so that its logits stay in the L2 cache,
 //   logits    q k^T, distances of points, and the bias from the pair tensor, which is read once
 //   values    softmax, times the values; points back to the frame of the query
 //   gather    (where pair values are asked for) the weights times the pair-value tensor
