@@ -136,8 +136,8 @@ struct PairBackwardProblem {
   bool add_sums = false;  // to those of an earlier block
 };
 
-// How many blocks of threads share the sums: as many as run at once in 16-bit modes, of fp32 too.
-int pair_sum_parts(const Sizes& sizes);
+// How many blocks of threads share the sums: as many as run at once.
+int pair_sum_parts(const Sizes& sizes, Mode mode);
 
 void pair_backward_sm80(const PairBackwardProblem& problem, CUstream_st* stream);
 void pair_backward_fp32_sm80(const PairBackwardProblem& problem, CUstream_st* stream);

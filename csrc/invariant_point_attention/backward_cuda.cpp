@@ -90,7 +90,7 @@ class Backward {
                                      : 0);
     d_projected_ = w.take(nodes * sizes_.projected() * size);
     d_normalised_ = w.take(call_.is_fp32() ? 0 : nodes * sizes_.channels * size);
-    pair_parts_ = needs_bias() ? pair_sum_parts(sizes_) : 0;
+    pair_parts_ = needs_bias() ? pair_sum_parts(sizes_, call_.mode()) : 0;
     pair_sums_ = w.take(std::int64_t{pair_parts_} * sizes_.heads * (sizes_.pair_channels + 1) * 4);
     distance_parts_ = g_.needs(kHeadWeights) ? distance_sum_parts(sizes_) : 0;
     distance_sums_ = w.take(std::int64_t{distance_parts_} * sizes_.heads * 4);

@@ -8,10 +8,12 @@
 
 namespace fused_ops::invariant_point_attention {
 
-// As many as run at once, with twelve warps on a multiprocessor; eight and sixteen were slower.
-int pair_sum_parts(const Sizes& sizes) {
+// As many as run at once: with twelve warps on a multiprocessor (eight and sixteen were slower), of
+// fp32 with eight.
+int pair_sum_parts(const Sizes& sizes, Mode mode) {
   const std::int64_t tiles = sizes.batch * sizes.n * ceil_div(sizes.n, pair_keys(DType::kBFloat16));
-  const int most = PairWarps::of(std::max(1, sizes.pair_channels)).parts_for(12);
+  const int most =
+      PairWarps::of(std::max(1, sizes.pair_channels)).parts_for(is_fp32(mode) ? 8 : 12);
   return static_cast<int>(std::clamp<std::int64_t>(tiles, 1, most));
 }
 

@@ -64,7 +64,7 @@ const emulation::Kernel pair_backward("pair_backward", [](Request& request) {
     p.pair.batch_stride = request.integer("batch_stride");
     p.pair.i_stride = request.integer("i_stride");
     p.pair.j_stride = request.integer("j_stride");
-    p.parts = pair_sum_parts(p.sizes);
+    p.parts = pair_sum_parts(p.sizes, p.mode);
     p.add_sums = request.integer("sums_before", 0) != 0;
     p.sums = result<float>(request, "sums", "sums_before",
                            std::int64_t{p.parts} * p.sizes.heads * (p.channels + 1));
