@@ -4,6 +4,7 @@
 #pragma once
 
 #include "invariant_point_attention/frames_pieces.cuh"
+#include "invariant_point_attention/softplus.cuh"
 
 namespace fused_ops::invariant_point_attention {
 
@@ -16,10 +17,6 @@ constexpr int kFrameNumbers = 12;  // of a rotation, then of a translation
 struct FramesBackwardShared {
   float sums[kMostHeads][kFrameNumbers];
 };
-
-__device__ __forceinline__ float softplus(float x) {
-  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-}
 
 // What a lane adds to the gradient of the residue's frame.
 struct FrameGradient {

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "invariant_point_attention/pair_products.cuh"
+#include "invariant_point_attention/softplus.cuh"
 
 namespace fused_ops::invariant_point_attention {
 
@@ -71,10 +72,8 @@ struct LogitsKernel {
     const LogitsProblem& p = params.problem;
     if (thread >= p.sizes.heads) return;
     const float w = load_number(p.head_weights.data, p.head_weights.type, thread);
-    // Accurate for weights of any size; NaN stays.
-    const float softplus = w > 0.0f ? w + log1pf(expf(-w)) : log1pf(expf(w));
     shared().constant[thread] = load_or(p.bias.bias, thread, 0.0f) * (p.bias_scale * kLog2e);
-    shared().distance[thread] = p.point_scale * softplus * (0.5f * kLog2e);
+    shared().distance[thread] = p.point_scale * softplus(w) * (0.5f * kLog2e);
   }
 
   // Of a unit, which is 16 keys of a query: the query, and the lane's first key.

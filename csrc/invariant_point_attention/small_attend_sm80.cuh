@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "invariant_point_attention/small_input_sm80.cuh"
+#include "invariant_point_attention/softplus.cuh"
 
 namespace fused_ops::invariant_point_attention {
 
@@ -115,8 +116,7 @@ struct SmallAttend {
     }
     if (thread < p.heads) {
       const float x = load_one<plain>(p.head_weights, thread);
-      const float softplus = x > 20.0f ? x : log1pf(expf(x));
-      shared.head_factor[thread] = -0.5f * p.point_scale * softplus;
+      shared.head_factor[thread] = -0.5f * p.point_scale * softplus(x);
     }
     for (int i = thread; i < queries * most_features / 4; i += kSmallThreads) {  // end in zeros
       reinterpret_cast<float4*>(shared.features_of)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
